@@ -1,0 +1,1 @@
+"""Putting a model under the scheduler: deciding, recording, cutting, running, leaving."""

@@ -1,0 +1,273 @@
+"""One step of a wrapped model: decide, record the layers' calls, cut, run, merge.
+
+The model's own forward still builds embeddings, masks, rotary tables and cache, and calls its layers one by one.
+The first layer's call decides how the step runs (all ranks alike, by vote); recorded layers return their input
+untouched, and the last layer's call runs them all as one plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tbo.batch import Outcome, Phase, Reason
+from tbo.core import Instrument, Progress, run
+from tbo.errors import PeerError, WrapError
+from tbo.models.cache_rows import CacheMark, remember, restore
+from tbo.ops.communication_stats import total
+from tbo.ops.dispatch import Dispatcher
+from tbo.wrapping import guards
+from tbo.wrapping.batching import Batching, StepBatch
+from tbo.wrapping.plans import PlanBook
+from tbo.wrapping.report import Mode, StepReport
+from tbo.wrapping.voting import Voting
+
+if TYPE_CHECKING:
+    from tbo.models.layer import HuggingFaceLayer
+    from tbo.ops.peers import Peers
+    from tbo.wrapping.hook import LayerHook
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step between its first and its last layer."""
+
+    mode: Mode
+    batch: StepBatch
+    outcome: Outcome
+    mark: CacheMark | None
+    began: float
+    first_hidden: Tensor
+    recorded: list[dict[str, Any]] = field(default_factory=list)
+    next_layer: int = 0
+
+
+class StepRunner:
+    """Runs the steps of one wrapped model on one rank.
+
+    Args:
+        layers: the ops of every decoder layer.
+        plans: compiled plans.
+        batching: cuts batches.
+        voting: agrees with the other ranks.
+        dispatchers: one for each sub-batch.
+        peers: the other ranks, or None on one rank.
+        instruments: handed to every run.
+        progress: the place in the running plan, which the heartbeat reports.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: Sequence[HuggingFaceLayer],
+        plans: PlanBook,
+        batching: Batching,
+        voting: Voting,
+        dispatchers: Sequence[Dispatcher],
+        peers: Peers | None,
+        instruments: Sequence[Instrument],
+        progress: Progress,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.hooks: tuple[LayerHook, ...] = ()
+        self.last: StepReport | None = None
+        self._plans = plans
+        self._batching = batching
+        self._voting = voting
+        self._dispatchers = tuple(dispatchers)
+        self._peers = peers
+        self._instruments = tuple(instruments)
+        self._progress = progress
+        self._step: _Step | None = None
+        self._running = False
+        self._count = 0
+        self.own_steps = 0
+        self._first_sparse = plans.first_sparse
+        self.notes = tuple(f"warning: {warning}" for warning in plans.warnings)
+
+    def layer(self, index: int, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:
+        """One decoder layer's call, as the model makes it."""
+        if self._running:
+            raise WrapError(
+                f"layer {index} was called while a step of the same model is running",
+                remedy="Do not call the model from an instrument, a hook or another thread; wrap a second model.",
+            )
+        try:
+            return self._layer(index, hidden_states, kwargs)
+        except BaseException as error:
+            self._undo(error)
+            raise
+
+    def _layer(self, index: int, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:
+        if index == 0:
+            self._step = self._begin(hidden_states, kwargs)
+        step = self._step
+        if step is None or index != step.next_layer:
+            expected = "no step has begun" if step is None else f"layer {step.next_layer} is next"
+            raise WrapError(
+                f"layer {index} was called out of turn ({expected})",
+                remedy="Call the whole model; for single layers or recomputation unwrap it first.",
+            )
+        step.next_layer += 1
+        last = index == len(self.layers) - 1
+        if step.mode is Mode.PLAIN or (step.mode is Mode.DEFERRED and index < self._first_sparse):
+            output = self.hooks[index].original(hidden_states, kwargs)
+            if index == self._first_sparse - 1:
+                step.first_hidden = self._hidden_of(output)
+        elif step.mode is Mode.INLINE:
+            output = self._run_inline(index, hidden_states, kwargs)
+        else:
+            output = self._record(step, index, hidden_states, kwargs, run_now=last)
+        if last:
+            self._finish(step)
+        return output
+
+    def _begin(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> _Step:
+        began = time.perf_counter()
+        self.own_steps += 1
+        if self._peers is not None:
+            self._peers.check()
+        if self._step is not None and self._peers is not None:
+            raise WrapError(
+                "the model's last call ended before its last layer, in the middle of a step all ranks had begun",
+                remedy="Look at the error that call raised; the process group cannot be used again.",
+            )
+        guards.refuse_silent_hooks(self.layers)
+        plain_only = guards.refuse_training(hidden_states, across_ranks=self._peers is not None, layers=self.layers)
+        inline = guards.inline_reason(self.layers)
+        batch = self._batching.describe(hidden_states, kwargs)
+        outcome = self._voting.vote(batch, must_run_inline=Reason.TRAINING if plain_only else inline)
+        if outcome.engaged:
+            mode = Mode.DEFERRED
+        elif self._peers is not None:  # the experts are sharded, so the model's own sparse layers would be wrong
+            mode = Mode.INLINE if inline else Mode.DEFERRED
+        else:
+            mode = Mode.PLAIN
+        mark = remember(batch.cache) if batch.cache is not None and mode is not Mode.PLAIN else None
+        for dispatcher in self._dispatchers:
+            dispatcher.stats.reset()
+        return _Step(mode, batch, outcome, mark, began, hidden_states)
+
+    def _hidden_of(self, output: Any) -> Tensor:
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+    def _run_inline(self, index: int, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:
+        layer = self.layers[index]
+        state = {
+            "hidden_states": hidden_states,
+            "layer_kwargs": {layer.layer: kwargs},
+            "dispatcher": self._dispatchers[0],
+            "carried_topk": kwargs.get("prev_topk_indices"),
+        }
+        (result,) = self._run(self._plans.single(index), [state])
+        return layer.adapter.layer_output(result["hidden_states"], result["carried_topk"])
+
+    def _record(self, step: _Step, index: int, hidden_states: Tensor, kwargs: dict[str, Any], *, run_now: bool) -> Any:
+        if hidden_states is not step.first_hidden:
+            raise WrapError(
+                f"the model changed the hidden states between layers {index - 1} and {index}, which deferred layers"
+                " would not see",
+                remedy="Wrap with overlap='never', and report the model: its family needs an adapter.",
+            )
+        step.recorded.append(kwargs)
+        if not run_now:
+            return self.layers[index].adapter.layer_output(hidden_states, None)
+        hidden, carried = self._run_deferred(step)
+        return self.layers[index].adapter.layer_output(hidden, carried)
+
+    def _run_deferred(self, step: _Step) -> tuple[Tensor, Any]:
+        count = step.outcome.sub_batches if step.outcome.engaged else 1
+        layers = self.layers[self._first_sparse :]
+        prepared = self._batching.cut(step.batch, step.first_hidden, layers, step.recorded, count)
+        plan = self._plans.steps(step.outcome.phase, count)
+        states = (
+            {
+                "hidden_states": hidden,
+                "layer_kwargs": layer_kwargs,
+                "dispatcher": dispatcher,
+                "carried_topk": carried,
+            }
+            for hidden, layer_kwargs, carried, dispatcher in zip(
+                prepared.hidden, prepared.layer_kwargs, prepared.carried, self._dispatchers, strict=False
+            )
+        )
+        results = self._run(plan, states)
+        prepared.finish_cache()
+        return prepared.merge([result["hidden_states"] for result in results]), None
+
+    def _run(self, plan: Any, states: Any) -> list[dict[str, Any]]:
+        self._running = True
+        rank = None if self._peers is None else self._peers.rank
+        try:
+            return run(plan, states, self._instruments, rank=rank, progress=self._progress)
+        finally:
+            self._running = False
+
+    def serve(self, *, finished: bool) -> Outcome:
+        """One step without tokens of its own: votes, and computes this rank's experts for whoever is active.
+
+        Args:
+            finished: the rank will never call the model again; otherwise only its own generation is over.
+        """
+        began = time.perf_counter()
+        try:
+            outcome = self._voting.vote_idle(finished=finished)
+            if outcome.phase is not Phase.IDLE:
+                self._serve_step(outcome, began)
+        except BaseException as error:
+            self._undo(error)
+            raise
+        return outcome
+
+    def _serve_step(self, outcome: Outcome, began: float) -> None:
+        count = outcome.sub_batches if outcome.engaged else 1
+        empty = self._batching.empty_hidden()
+        for dispatcher in self._dispatchers:
+            dispatcher.stats.reset()
+        layer_kwargs: dict[Any, Any] = {}
+        states = (
+            {"hidden_states": empty, "layer_kwargs": layer_kwargs, "dispatcher": dispatcher, "carried_topk": None}
+            for dispatcher in self._dispatchers[:count]
+        )
+        with torch.no_grad():
+            self._run(self._plans.steps(outcome.phase, count), states)
+        self._report(outcome, Mode.SERVED, "none", (0,) * count, began)
+
+    def _finish(self, step: _Step) -> None:
+        self._step = None
+        count = step.outcome.sub_batches if step.outcome.engaged else 1
+        rule, tokens = step.batch.parts(count)
+        self._report(step.outcome, step.mode, rule, tokens, step.began)
+
+    def _report(self, outcome: Outcome, mode: Mode, rule: str, tokens: tuple[int, ...], began: float) -> None:
+        self._count += 1
+        stats = total(dispatcher.stats for dispatcher in self._dispatchers)
+        self.last = StepReport(
+            step=self._count,
+            engaged=outcome.engaged,
+            reason=outcome.reason,
+            reason_rank=outcome.reason_rank,
+            mode=mode,
+            phase=outcome.phase,
+            split=rule,
+            tokens_per_sub_batch=tokens,
+            votes=outcome.votes,
+            communication_seconds=stats.busy_seconds if stats.modelled else stats.in_flight_seconds,
+            exposed_seconds=stats.blocked_seconds,
+            modelled=stats.modelled,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _undo(self, error: BaseException) -> None:
+        """After a failure: the caller's cache is as before the step, and every rank hears of it."""
+        step, self._step = self._step, None
+        if step is not None and step.mark is not None:
+            restore(step.mark)
+        if self._peers is not None and not isinstance(error, PeerError):
+            self._peers.fail(error)

@@ -1,0 +1,257 @@
+"""`tbo.wrap`: puts a Hugging Face mixture-of-experts model under the scheduler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tbo.batch import Overlap, Phase, Thresholds
+from tbo.core import Instrument, Progress
+from tbo.errors import PeerError, UnsupportedModelError, WrapError
+from tbo.models.expert_parallel import is_sharded, shard_experts, shard_of, total_experts
+from tbo.models.layer import EXPERT_PARALLEL_CHANNEL, HuggingFaceLayer
+from tbo.models.orders import Schedule, check_schedules, default_schedules
+from tbo.models.parts import Decoder, find_decoder
+from tbo.models.residuals import HyperConnections
+from tbo.ops.dispatch import create_dispatchers
+from tbo.ops.link import Link
+from tbo.ops.peers import Peers
+from tbo.wrapping import guards
+from tbo.wrapping.batching import Batching
+from tbo.wrapping.handle import HANDLE_ATTRIBUTE, Handle
+from tbo.wrapping.hook import LayerHook
+from tbo.wrapping.leaving import Leaving
+from tbo.wrapping.options import DISABLE_VARIABLE, check_options, disabled, world_size_of
+from tbo.wrapping.plans import OrderName, PlanBook
+from tbo.wrapping.self_check import self_check
+from tbo.wrapping.step import StepRunner
+from tbo.wrapping.voting import Voting
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds a rank may be silent. Minutes, because kernels compiled at first use take that long."""
+
+
+def wrap(  # noqa: PLR0913 - the fixed public signature
+    model: nn.Module,
+    ep_group: dist.ProcessGroup | None = None,
+    dispatcher: str = "auto",
+    sub_batches: int = 2,
+    overlap: Overlap = "auto",
+    link: Link | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    instruments: Sequence[Instrument] = (),
+    *,
+    schedules: Mapping[Phase, Schedule] | None = None,
+    order: OrderName = "interleaved",
+    thresholds: Thresholds | None = None,
+) -> Handle:
+    """Wraps a model in place: ``model(...)`` and ``model.generate(...)`` work as before, with the same numbers.
+
+    Args:
+        model: a transformers mixture-of-experts model (>= 5.17), loaded whole, or by `tbo.load_expert_parallel`.
+        ep_group: the ranks the experts are spread over; every rank of it calls `wrap`. None: this rank alone. Experts
+            not yet spread are sharded in place (`tbo.shard_experts`).
+        dispatcher: how tokens travel; "auto" is "local" on one rank and "all_to_all" on several.
+        sub_batches: into how many parts an overlapped step is cut.
+        overlap: "auto" (documented thresholds decide, see `Thresholds`), "always" or "never".
+        link: delays every transfer to the time of a modelled link; for demonstrations and tests.
+        timeout: seconds of silence after which a rank that waits gives up and names who never came. A failure that
+            was recorded stops every rank in seconds, whatever this is.
+        instruments: observers of every run.
+        schedules: other orders of ops for some phases.
+        order: "sequential" runs one sub-batch after another through the same plan: nothing overlaps, same numbers.
+        thresholds: other thresholds for "auto".
+
+    Returns:
+        A handle: `last` (what the last step did), `finish`, `unwrap`.
+
+    Raises:
+        WrapError, UnsupportedModelError, DispatcherError, PlanError: a mistake, by name, with what to do.
+        RanksDisagreeError: the ranks wrap different models or options.
+        PeerError: another rank failed while wrapping.
+    """
+    check_options(
+        model,
+        sub_batches=sub_batches,
+        overlap=overlap,
+        order=order,
+        link=link,
+        timeout=timeout,
+        instruments=instruments,
+    )
+    options = _Options(
+        dispatcher=dispatcher,
+        sub_batches=sub_batches,
+        overlap=overlap,
+        link=link,
+        timeout=timeout,
+        instruments=tuple(instruments),
+        schedules=check_schedules(schedules or {}),
+        order=order,
+        thresholds=thresholds or Thresholds(),
+    )
+    return _wrap(model, ep_group, options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    """What `wrap` was called with, checked."""
+
+    dispatcher: str
+    sub_batches: int
+    overlap: Overlap
+    link: Link | None
+    timeout: float
+    instruments: tuple[Instrument, ...]
+    schedules: Mapping[Phase, Schedule]
+    order: OrderName
+    thresholds: Thresholds
+
+
+def _wrap(model: nn.Module, ep_group: dist.ProcessGroup | None, options: _Options) -> Handle:
+    if HANDLE_ATTRIBUTE in vars(model):
+        raise WrapError("this model is already wrapped", remedy="Call unwrap() on its handle first.")
+    decoder = find_decoder(model)
+    world_size = world_size_of(ep_group)
+    sharded = is_sharded(model)
+    _check_group_fits(model, world_size=world_size)
+    if disabled():
+        if not sharded:
+            notes = (f"{DISABLE_VARIABLE}=1: tbo is off, the model runs its own code",)
+            return Handle(model, None, leaving=None, peers=None, notes=notes)
+        options = replace(options, overlap="never")
+    layers = _layers_as_ops(model, decoder)
+    num_experts = total_experts(next(layer for layer in layers if layer.is_sparse).adapter.moe.experts)
+    found = [self_check(decoder, layers, num_experts=num_experts, sharded=sharded)]
+    progress = Progress()
+    if ep_group is None or world_size == 1:
+        runner = _runner(decoder, layers, num_experts, None, progress, options)
+        return Handle(model, runner, leaving=None, peers=None, notes=(*found, *runner.notes))
+    peers = Peers(ep_group, sub_batches=options.sub_batches, timeout=options.timeout, progress=progress)
+    try:
+        if not sharded:
+            freed = shard_experts(model, ep_group)
+            found.append(f"sharded the experts over {world_size} ranks, {freed / 2**20:.0f} MiB freed on this one")
+        runner = _runner(decoder, layers, num_experts, peers, progress, options)
+        peers.compare(_facts(model, options))
+    except BaseException as error:
+        if not isinstance(error, PeerError):
+            peers.fail(error)
+        raise
+    leaving = Leaving(model, runner, peers)
+    return Handle(model, runner, leaving=leaving, peers=peers, notes=(*found, *runner.notes))
+
+
+def _runner(
+    decoder: Decoder,
+    layers: Sequence[HuggingFaceLayer],
+    num_experts: int,
+    peers: Peers | None,
+    progress: Progress,
+    options: _Options,
+) -> StepRunner:
+    dispatchers = create_dispatchers(
+        options.dispatcher,
+        num_experts=num_experts,
+        sub_batches=options.sub_batches,
+        peers=peers,
+        link=options.link,
+    )
+    in_flight = dispatchers[0].limits.in_flight
+    has_shared = any(layer.has_shared for layer in layers)
+    plans = PlanBook(
+        layers,
+        {**default_schedules(has_shared_experts=has_shared), **options.schedules},
+        sub_batches=options.sub_batches,
+        order=options.order,
+        limits={} if in_flight is None else {EXPERT_PARALLEL_CHANNEL: in_flight},
+    )
+    runner = StepRunner(
+        layers=layers,
+        plans=plans,
+        batching=_batching(decoder, layers, plans, options.sub_batches),
+        voting=Voting(
+            sub_batches=options.sub_batches,
+            overlap=options.overlap,
+            thresholds=options.thresholds,
+            fingerprint=plans.fingerprint,
+            peers=peers,
+        ),
+        dispatchers=dispatchers,
+        peers=peers,
+        instruments=options.instruments,
+        progress=progress,
+    )
+    runner.hooks = tuple(LayerHook(runner, index, layer.layer) for index, layer in enumerate(layers))
+    return runner
+
+
+def _layers_as_ops(model: nn.Module, decoder: Decoder) -> list[HuggingFaceLayer]:
+    layers = [HuggingFaceLayer(layer, decoder.config) for layer in decoder.layers]
+    if not any(layer.is_sparse for layer in layers):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a mixture-of-experts model: none of its {len(layers)} layers has a router"
+            " and experts",
+            remedy="Wrap a mixture-of-experts model; a dense one has no expert communication to hide.",
+        )
+    guards.refuse_offloading(layers)
+    guards.refuse_mixed_devices(layers)
+    guards.refuse_silent_hooks(layers)
+    return layers
+
+
+def _check_group_fits(model: nn.Module, *, world_size: int) -> None:
+    shard = shard_of(model)
+    if shard is None:
+        return
+    ranks = shard.total // shard.count
+    if ranks != world_size:
+        raise WrapError(
+            f"the model's experts are spread over {ranks} ranks, but ep_group has {world_size}",
+            remedy="Pass the group the experts were sharded over.",
+        )
+
+
+def _batching(decoder: Decoder, layers: Sequence[HuggingFaceLayer], plans: PlanBook, sub_batches: int) -> Batching:
+    return Batching(
+        layers,
+        first_sparse=plans.first_sparse,
+        sub_batches=sub_batches,
+        attention=str(getattr(decoder.config, "_attn_implementation", "eager")),
+        like=next(layers[0].layer.parameters()),
+        hidden_tail=_hidden_tail(decoder, layers[plans.first_sparse]),
+    )
+
+
+def _hidden_tail(decoder: Decoder, layer: HuggingFaceLayer) -> tuple[int, ...]:
+    """Shape of one token's hidden states: with hyper-connections, several streams of them."""
+    hidden_size = int(decoder.config.hidden_size)
+    if isinstance(layer.adapter.traits.residual, HyperConnections):
+        return (int(decoder.config.hc_mult), hidden_size)
+    return (hidden_size,)
+
+
+def _facts(model: nn.Module, options: _Options) -> dict[str, str]:
+    """What every rank must agree on, as text."""
+    names = ("dispatcher", "sub_batches", "order")
+    facts = {name: str(getattr(options, name)) for name in names}
+    for package in ("torch", "transformers", "two-batch-overlap"):
+        try:
+            facts[f"{package} version"] = version(package)
+        except PackageNotFoundError:
+            facts[f"{package} version"] = "not installed as a package"
+    config: Any = getattr(model, "config", None)
+    described = config.to_dict() if config is not None else {}
+    for name in ("_name_or_path", "name_or_path"):
+        described.pop(name, None)
+    facts["configuration"] = json.dumps(described, sort_keys=True, default=str)
+    facts["dtype"] = str(next(model.parameters()).dtype)
+    return facts
