@@ -37,6 +37,7 @@ class AttentionCut(Protocol):
     @property
     def kind(self) -> str:
         """Where the forward is cut, in words."""
+        ...
 
     def prepare(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Any:
         """The first half; writes the cache.
@@ -45,9 +46,11 @@ class AttentionCut(Protocol):
             hidden: ``[B, S, H]``, at least one token.
             kwargs: the module's other arguments, by name.
         """
+        ...
 
     def core(self, carried: Any) -> AttentionResult:
         """The second half, from what the first returned."""
+        ...
 
 
 def cache_among(kwargs: Mapping[str, Any]) -> Cache | None:

@@ -200,7 +200,7 @@ class RefusedForward:
         )
 
 
-def _refuse_state_dict(experts: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  # torch's signature
+def _refuse_state_dict(experts: nn.Module, prefix: str, _keep_vars: object) -> None:
     shard = shard_of_module(experts)
     if shard is not None and not vars(experts).get(_GATHERING, False):
         raise CheckpointError(

@@ -18,9 +18,11 @@ class ExpertLayout(Protocol):
 
     def sent(self, rows_TH: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """What is given to the dispatcher: rows, and the weights that the outputs are summed with."""
+        ...
 
     def run(self, experts: Any, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, *, exchanged: bool) -> Tensor:
         """The weighted sum of each row's experts, ``[R, H]``."""
+        ...
 
 
 class StackedExperts:

@@ -145,8 +145,8 @@ class LayerAdapter:
             rows_RH: what `dispatch_rows` gave, or rows that came from any rank.
             ids_RK: experts by their place in this rank's module; -1 for none where rows were exchanged.
             weights_RK: their weights.
-            exchanged: the rows went through a dispatcher that regroups them. Own tokens (False) are computed bit for bit
-                as the plain model does, with the experts implementation it is configured with.
+            exchanged: the rows went through a dispatcher that regroups them. Own tokens (False) are computed bit for
+                bit as the plain model does, with the experts implementation it is configured with.
         """
         if rows_RH.shape[0] == 0:
             return rows_RH
@@ -204,7 +204,8 @@ def adapter_for(layer: nn.Module, config: Any) -> LayerAdapter:
         known = ", ".join(sorted(entry.family for entry in FAMILIES.values()))
         block = "" if moe is None else f" with {type(moe.block).__name__}"
         raise UnsupportedModelError(
-            f"{type(layer).__name__}{block} ({type(layer).__module__}) is of no family tbo knows, nor is its code like one",
+            f"{type(layer).__name__}{block} ({type(layer).__module__}) is of no family tbo knows, and its code is like"
+            " that of none",
             remedy=f"Served are {known}, and families whose layer and block have the same code as one of these.",
         )
     return LayerAdapter(layer, config, traits, moe)

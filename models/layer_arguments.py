@@ -117,11 +117,12 @@ class TokenCut:
     def _causal_mask(self, part: slice) -> Tensor:
         queries = torch.arange(self.past + part.start, self.past + part.stop, device=self.device)
         keys = torch.arange(self.past + part.stop, device=self.device)
-        return torch.le(keys[None, :], queries[:, None])[None, None]
+        return (keys[None, :] <= queries[:, None])[None, None]
 
     @staticmethod
     def _sequence_ends(ends: Tensor, part: slice) -> Tensor:
-        return ends[(ends >= part.start) & (ends <= part.stop)] - part.start
+        within: Tensor = ends[(ends >= part.start) & (ends <= part.stop)]
+        return within.sub(part.start)
 
 
 Cut = RowCut | TokenCut

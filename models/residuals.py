@@ -23,12 +23,15 @@ class ResidualRule(Protocol):
 
     def before_attention(self, layer: Any, hidden: Tensor) -> Prepared:
         """From the layer's input."""
+        ...
 
     def between(self, layer: Any, output: Tensor, residual: Tensor, extra: Any) -> Prepared:
         """From attention's output."""
+        ...
 
     def after(self, layer: Any, output: Tensor, residual: Tensor, extra: Any) -> Tensor:
         """From the feed-forward output to the layer's output."""
+        ...
 
 
 class PreNorm:

@@ -23,6 +23,9 @@ def instruments(request: pytest.FixtureRequest) -> tuple[Instrument, ...]:
 class Value:
     """Something a weak reference can watch."""
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+
 
 def compiled(*layers: str, **options: Any) -> Plan:
     return compile_plan(
@@ -62,12 +65,8 @@ def test_whole_trace_of_prefill() -> None:
         *(f"1:4 {op}" for op in end),
     ]
     assert trace.stages == [(sub_batch, stage) for stage in range(5) for sub_batch in range(2)]
-    assert [where.layer for where in trace.ops] == [0] * 28 + [1] * 0 + _seam_layers() + [1] * 14
-
-
-def _seam_layers() -> list[int]:
-    """Stage 2 holds the end of layer 0 (4 ops) and the start of layer 1 (7 ops), in both sub-batches."""
-    return ([0] * 4 + [1] * 7) * 2
+    # Stage 2 holds the end of layer 0 and the start of layer 1, in both sub-batches.
+    assert [where.layer for where in trace.ops] == [0] * 20 + ([0] * 4 + [1] * 7) * 2 + [1] * 14
 
 
 def test_whole_trace_of_decode_with_offset_two() -> None:
@@ -230,7 +229,7 @@ class Watch:
         self.seen: dict[str, set[str]] = {}
 
     def make(self, name: str) -> Value:
-        value = Value()
+        value = Value(name)
         self.refs[name] = weakref.ref(value)
         return value
 
@@ -259,35 +258,34 @@ def test_the_last_reader_holds_the_only_reference(instruments: tuple[Instrument,
         return 1
 
     plan = compile_plan([[op_make, op_look, YIELD, op_use]], inputs=["x"], outputs=["y"], sub_batches=1)
-    run(plan, [{"x": Value()}], instruments)
+    run(plan, [{"x": Value("x")}], instruments)
     assert watch.seen == {"in the first reader": {"own"}, "in the last reader": {"own"}, "after its del": set()}
 
 
 def test_a_value_is_gone_once_its_last_reader_returned(instruments: tuple[Instrument, ...]) -> None:
-    """Also between the stages of one sub-batch, while the other runs."""
+    """Each sub-batch looks before, in and after the op that uses its value; the other runs in between."""
     watch = Watch()
 
-    def make(sub_batch: int) -> Value:
-        return watch.make(f"own {sub_batch}")
-
-    def look(stage: str) -> Callable[[Any], int]:
-        def body(value: Any) -> int:
-            watch.note(stage)
-            return 1
-
-        return body
+    def look(moment: str) -> Callable[[int], None]:
+        return lambda n: watch.note(f"{moment} {n}")
 
     ops = [
-        toy("make", ["n"], ("own", "unread"), body=lambda n: (make(n), watch.make(f"unread {n}"))),
-        toy("after_make", ["n"], "a", body=look("after make")),
+        toy("make", ["n"], ("own", "unread"), body=lambda n: (watch.make(f"own {n}"), watch.make(f"unread {n}"))),
+        toy("before", ["n"], body=look("before")),
         YIELD,
-        toy("use", ["own"], "b", body=look("in use")),
-        toy("after_use", ["n"], "y", body=look("after use")),
+        toy("use", ["own"], "y", body=lambda own: watch.note(f"in use of {own.name}")),
+        toy("after", ["n"], body=look("after")),
     ]
     plan = compile_plan([ops], inputs=["n"], outputs=["y"])
     run(plan, [{"n": 0}, {"n": 1}], instruments)
-    # Each moment is noted by both sub-batches; what the second one found stays.
-    assert watch.seen == {"after make": {"own 0", "own 1"}, "in use": {"own 1"}, "after use": set()}
+    assert watch.seen == {
+        "before 0": {"own 0"},
+        "before 1": {"own 0", "own 1"},
+        "in use of own 0": {"own 0", "own 1"},
+        "after 0": {"own 1"},
+        "in use of own 1": {"own 1"},
+        "after 1": set(),
+    }
 
 
 def generated(watch: Watch) -> Iterator[dict[str, Value]]:
@@ -323,24 +321,15 @@ def test_inputs_nobody_else_holds_are_freed_after_their_last_reader(
     assert watch.seen == {"later": {"x"} if held else set()}
 
 
-def test_a_handle_keeps_its_buffers_over_the_other_sub_batch(instruments: tuple[Instrument, ...]) -> None:
-    """What a start borrowed is alive until its wait, although no op of the plan can see it."""
+def test_a_handle_lives_from_its_start_to_its_wait(instruments: tuple[Instrument, ...]) -> None:
+    """So what it borrowed is alive while the other sub-batches run, although no op of theirs can see it."""
     watch = Watch()
-    send = toy("send", ["n"], "sent", starts="ep", body=lambda n: watch.make(f"buffer {n}"))
-
-    def receive_body(sent: Value) -> int:
-        watch.note("waiting")
-        return 1
-
-    receive = toy("receive", ["sent"], "y", waits="sent", body=receive_body)
-    plan = compile_plan(
-        [[send, YIELD, receive]], inputs=["n"], outputs=["y"], sub_batches=3, limits={"ep": 3}
-    )
+    send = toy("send", ["n"], "sent", starts="ep", body=lambda n: watch.make(f"sent {n}"))
+    receive = toy("receive", ["sent"], "y", waits="sent", body=lambda sent: watch.note(f"wait for {sent.name}"))
+    plan = compile_plan([[send, YIELD, receive]], inputs=["n"], outputs=["y"], sub_batches=3)
     run(plan, [{"n": 0}, {"n": 1}, {"n": 2}], instruments)
-    assert watch.seen == {"waiting": {"buffer 2"}}  # noted last by the third sub-batch, when the others are done
-    run(
-        compile_plan([[send, YIELD, receive]], inputs=["n"], outputs=["y"], sub_batches=3, offset=1),
-        [{"n": 0}, {"n": 1}, {"n": 2}],
-        instruments,
-    )
-    assert watch.seen == {"waiting": {"buffer 2"}}
+    assert watch.seen == {
+        "wait for sent 0": {"sent 0", "sent 1", "sent 2"},
+        "wait for sent 1": {"sent 1", "sent 2"},
+        "wait for sent 2": {"sent 2"},
+    }

@@ -12,7 +12,7 @@ from torch import nn
 
 from tbo.batch import Overlap, Phase, Thresholds
 from tbo.core import Instrument, Progress
-from tbo.errors import PeerError, UnsupportedModelError, WrapError
+from tbo.errors import PeerError, RanksDisagreeError, UnsupportedModelError, WrapError
 from tbo.models.expert_parallel import is_sharded, shard_experts, shard_of, total_experts
 from tbo.models.layer import EXPERT_PARALLEL_CHANNEL, HuggingFaceLayer
 from tbo.models.orders import Schedule, check_schedules, default_schedules
@@ -117,36 +117,49 @@ class _Options:
 
 
 def _wrap(model: nn.Module, ep_group: dist.ProcessGroup | None, options: _Options) -> Handle:
+    world_size = world_size_of(ep_group)
+    progress = Progress()
+    if ep_group is None or world_size == 1:
+        return _assemble(model, None, None, progress, options)
+    # First of all, so that a rank that finds something wrong with its model can tell the others.
+    device = next(model.parameters()).device
+    peers = Peers(ep_group, sub_batches=options.sub_batches, timeout=options.timeout, progress=progress, device=device)
+    try:
+        handle = _assemble(model, ep_group, peers, progress, options)
+    except BaseException as error:
+        if not isinstance(error, PeerError | RanksDisagreeError):
+            peers.fail(error)
+        raise
+    return handle
+
+
+def _assemble(
+    model: nn.Module,
+    ep_group: dist.ProcessGroup | None,
+    peers: Peers | None,
+    progress: Progress,
+    options: _Options,
+) -> Handle:
     if HANDLE_ATTRIBUTE in vars(model):
         raise WrapError("this model is already wrapped", remedy="Call unwrap() on its handle first.")
+    if peers is not None:
+        peers.compare(_facts(model, options))
     decoder = find_decoder(model)
-    world_size = world_size_of(ep_group)
     sharded = is_sharded(model)
-    _check_group_fits(model, world_size=world_size)
+    _check_group_fits(model, world_size=1 if peers is None else peers.world_size)
     if disabled():
         if not sharded:
             notes = (f"{DISABLE_VARIABLE}=1: tbo is off, the model runs its own code",)
-            return Handle(model, None, leaving=None, peers=None, notes=notes)
+            return Handle(model, None, leaving=None, peers=peers, notes=notes)
         options = replace(options, overlap="never")
     layers = _layers_as_ops(model, decoder)
     num_experts = total_experts(next(layer for layer in layers if layer.is_sparse).adapter.moe.experts)
     found = [self_check(decoder, layers, num_experts=num_experts, sharded=sharded)]
-    progress = Progress()
-    if ep_group is None or world_size == 1:
-        runner = _runner(decoder, layers, num_experts, None, progress, options)
-        return Handle(model, runner, leaving=None, peers=None, notes=(*found, *runner.notes))
-    peers = Peers(ep_group, sub_batches=options.sub_batches, timeout=options.timeout, progress=progress)
-    try:
-        if not sharded:
-            freed = shard_experts(model, ep_group)
-            found.append(f"sharded the experts over {world_size} ranks, {freed / 2**20:.0f} MiB freed on this one")
-        runner = _runner(decoder, layers, num_experts, peers, progress, options)
-        peers.compare(_facts(model, options))
-    except BaseException as error:
-        if not isinstance(error, PeerError):
-            peers.fail(error)
-        raise
-    leaving = Leaving(model, runner, peers)
+    if peers is not None and not sharded:
+        freed = shard_experts(model, ep_group)
+        found.append(f"sharded the experts over {peers.world_size} ranks, {freed / 2**20:.1f} MiB freed on this one")
+    runner = _runner(decoder, layers, num_experts, peers, progress, options)
+    leaving = None if peers is None else Leaving(model, runner, peers)
     return Handle(model, runner, leaving=leaving, peers=peers, notes=(*found, *runner.notes))
 
 
@@ -243,6 +256,8 @@ def _facts(model: nn.Module, options: _Options) -> dict[str, str]:
     """What every rank must agree on, as text."""
     names = ("dispatcher", "sub_batches", "order")
     facts = {name: str(getattr(options, name)) for name in names}
+    facts[DISABLE_VARIABLE] = str(disabled())
+    facts["experts already sharded"] = str(is_sharded(model))
     for package in ("torch", "transformers", "two-batch-overlap"):
         try:
             facts[f"{package} version"] = version(package)
