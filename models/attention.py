@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tbo.models.attention_cut import AttentionCut, AttentionResult, cache_among, result_of
 from tbo.models.attention_explicit import LATENT, PLAIN, LatentAttention, PlainAttention
 from tbo.models.attention_liveness import LivenessCut, halves_of
+from tbo.models.parts import own_forward, transformers_class
 
 __all__ = ["AttentionCut", "AttentionResult", "WholeAttention", "cache_among", "cut_attention"]
 
@@ -51,11 +52,10 @@ def cut_attention(module: nn.Module) -> AttentionCut:
     Args:
         module: a decoder layer's attention module; held, never changed.
     """
-    defining = next(c for c in type(module).__mro__ if "forward" in vars(c))
-    if defining.__module__.startswith("transformers.models."):
-        if defining.__name__ in PLAIN:
-            return PlainAttention(module, PLAIN[defining.__name__])
-        if defining.__name__ in LATENT:
-            return LatentAttention(module)
-    halves = halves_of(defining)
+    name = transformers_class(module)
+    if name in PLAIN:
+        return PlainAttention(module, PLAIN[name])
+    if name in LATENT:
+        return LatentAttention(module)
+    halves = halves_of(own_forward(module))
     return WholeAttention(module) if halves is None else LivenessCut(module, halves)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tbo.models.attention_cut import AttentionResult, cache_among
+from tbo.models.parts import own_forward
 
 
 class QueryKeyNorm(Enum):
@@ -97,9 +98,9 @@ class _WrittenOut:
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
-        defining = type(module)
-        self._modeling: Any = sys.modules[next(c for c in defining.__mro__ if "forward" in vars(c)).__module__]
-        self._consumed = frozenset(inspect.signature(defining.forward).parameters)
+        forward = own_forward(module)
+        self._modeling: Any = sys.modules[forward.__module__]
+        self._consumed = frozenset(inspect.signature(forward).parameters)
 
     def _options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments the forward does not name itself; it hands them to the attention function."""

@@ -65,18 +65,14 @@ class LivenessCut:
         return result_of(self.halves.core(self.module, *carried))
 
 
-def halves_of(attention_class: type[nn.Module]) -> Halves | None:
-    """Cuts the forward of an attention class; None when it cannot be done safely.
+@functools.cache
+def halves_of(forward: FunctionType) -> Halves | None:
+    """Cuts a forward in two; None when that cannot be done safely.
 
     Not safe: source that cannot be read, closures, no statement to cut at, a return before it, or a name the
-    second half needs that the first assigns only on some paths.
+    second half needs that the first assigns only on some paths. Cached, so that the layers of a model share two
+    functions, which `torch.compile` then traces once.
     """
-    return _halves_of(inspect.unwrap(attention_class.forward))
-
-
-@functools.cache
-def _halves_of(forward: FunctionType) -> Halves | None:
-    """Cached, so that the layers of a model share two functions, which `torch.compile` then traces once."""
     if forward.__closure__:
         return None
     try:

@@ -19,10 +19,10 @@ from tbo.errors import UnsupportedModelError
 from tbo.models.attention_cut import cache_among
 from tbo.models.experts import InputWeightedExperts
 from tbo.models.family_table import FAMILIES, REFUSED, FamilyTraits
-from tbo.models.parts import MoeParts, find_block_name, find_moe
+from tbo.models.parts import MoeParts, find_block_name, find_moe, own_forward, transformers_class
 from tbo.models.residuals import Prepared
-from tbo.models.routing import RouterCall, call_router, read_router
-from tbo.models.structure import traits_by_structure
+from tbo.models.routing import RouterCall, RouterOutput, call_router, read_router
+from tbo.models.structure import traits_by_structure, unpacked_order
 
 _LINEAR_ATTENTION: Final = "linear_attn"
 _ATTENTION_NAMES: Final = ("self_attn", _LINEAR_ATTENTION)
@@ -57,6 +57,7 @@ class LayerAdapter:
         if self._attention_name == _LINEAR_ATTENTION:
             self._linear_cache_name = _linear_cache_name(self.attention_module())
         self._router_call = _router_call(traits, moe)
+        self._router_output = _router_output(traits, moe)
         self._top_k: int | None = getattr(config, "num_experts_per_tok", None)
         if moe is not None and isinstance(traits.experts, InputWeightedExperts) and self._top_k != 1:
             raise UnsupportedModelError(
@@ -129,7 +130,7 @@ class LayerAdapter:
 
     def select(self, routed: Any) -> tuple[Tensor, Tensor]:
         """Expert ids ``[T, K]`` and weights ``[T, K]`` out of the router's output."""
-        return read_router(self.traits.router_output, routed, self._top_k)
+        return read_router(self._router_output, routed, self._top_k)
 
     def dispatch_rows(self, mlp_input: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """What the dispatcher is given: rows ``[T, H]`` and the weights their outputs are summed with, ``[T, K]``.
@@ -190,16 +191,11 @@ def adapter_for(layer: nn.Module, config: Any) -> LayerAdapter:
     Raises:
         UnsupportedModelError: no adapter serves it; names the class, the reason if known, and what is served.
     """
-    defining = next(c for c in type(layer).__mro__ if "forward" in vars(c))
-    traits = FAMILIES.get(defining.__name__) if defining.__module__.startswith("transformers.models.") else None
-    refused = REFUSED.get(defining.__name__)
-    if refused is not None:
-        raise UnsupportedModelError(
-            f"{type(layer).__name__} is not served: {refused}", remedy="Leave this model unwrapped."
-        )
+    name = transformers_class(layer) or ""
+    if name in REFUSED:
+        raise UnsupportedModelError(f"{name} is not served: {REFUSED[name]}", remedy="Leave this model unwrapped.")
     moe = find_moe(layer)
-    _attention_name(layer)
-    traits = traits or traits_by_structure(layer, moe)
+    traits = FAMILIES.get(name) or traits_by_structure(layer, moe)
     if traits is None:
         known = ", ".join(sorted(entry.family for entry in FAMILIES.values()))
         block = "" if moe is None else f" with {type(moe.block).__name__}"
@@ -228,6 +224,12 @@ def _router_call(traits: FamilyTraits, moe: MoeParts | None) -> RouterCall:
     if moe is not None and getattr(moe.block, "is_hash", False):
         return RouterCall.ROWS_AND_INPUT_IDS
     return traits.router_call
+
+
+def _router_output(traits: FamilyTraits, moe: MoeParts | None) -> RouterOutput:
+    """The installed release's own code comes first: the order has changed between releases."""
+    read = None if moe is None else unpacked_order(own_forward(moe.block))
+    return read or traits.router_output
 
 
 def _has_window(config: Any) -> bool:

@@ -9,8 +9,10 @@ Shapes: E experts held by this rank.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -24,10 +26,10 @@ _HOLDERS_DEPTH: Final = 5
 """PEFT wraps a multimodal wrapper of a causal model of a decoder: four steps, and one to spare."""
 
 _BLOCK_NAMES: Final = ("mlp", "feed_forward", "block_sparse_moe")
-_ROUTER_NAMES: Final = ("gate", "router")
+ROUTERS: Final = ("gate", "router")
 _SHARED_NAMES: Final = ("shared_experts", "shared_expert", "shared_mlp")
 _SHARED_GATE_NAME: Final = "shared_expert_gate"
-_EXPERTS_NAME: Final = "experts"
+EXPERTS: Final = "experts"
 _STACKED_WEIGHTS: Final = ("down_proj", "gate_up_proj", "up_proj")
 
 
@@ -170,22 +172,22 @@ def find_moe(layer: nn.Module) -> MoeParts | None:
     """
     block_name = find_block_name(layer)
     block = layer.get_submodule(block_name)
-    if _first_child(block, (_EXPERTS_NAME,)) is None:
+    if _first_child(block, (EXPERTS,)) is None:
         return None
-    router_name = _first_child(block, _ROUTER_NAMES)
+    router_name = _first_child(block, ROUTERS)
     if router_name is None:
         raise UnsupportedModelError(
             f"{type(block).__name__} has experts but no router under a name that tbo knows"
-            f" ({', '.join(_ROUTER_NAMES)}); it has {_children(block)}",
+            f" ({', '.join(ROUTERS)}); it has {_children(block)}",
             remedy="Leave the model unwrapped, or rename the router.",
         )
-    num_experts(block.get_submodule(_EXPERTS_NAME))
+    num_experts(block.get_submodule(EXPERTS))
     shared_name = _first_child(block, _SHARED_NAMES)
     return MoeParts(
         layer=layer,
         block_name=block_name,
         router_name=router_name,
-        experts_name=_EXPERTS_NAME,
+        experts_name=EXPERTS,
         shared_name=shared_name,
         shared_gate_name=_first_child(block, (_SHARED_GATE_NAME,)) if shared_name is not None else None,
     )
@@ -205,6 +207,27 @@ def num_experts(experts: nn.Module) -> int:
         f"{type(experts).__name__} holds no stacked expert weights ({', '.join(_STACKED_WEIGHTS)} of [E, ., .])",
         remedy="Use a transformers release (>= 5.17) and a family that stack experts in one tensor.",
     )
+
+
+def own_forward(module: nn.Module) -> FunctionType:
+    """The function a module's class defines as its forward, under whatever decorators and generated subclasses.
+
+    FSDP subclasses every module it shards, and transformers wraps forwards to rename arguments; neither changes what is
+    computed. A subclass that overrides forward does, and shows here.
+    """
+    forward: FunctionType = inspect.unwrap(type(module).forward)
+    return forward
+
+
+def transformers_class(module: nn.Module) -> str | None:
+    """The transformers model class whose forward a module runs; None for code from anywhere else.
+
+    Remote code reuses transformers' class names for older, different layers, so the name alone says nothing.
+    """
+    forward = own_forward(module)
+    if not forward.__module__.startswith("transformers.models."):
+        return None
+    return forward.__qualname__.rpartition(".")[0]
 
 
 def _first_child(module: nn.Module, names: tuple[str, ...]) -> str | None:

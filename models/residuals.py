@@ -90,13 +90,13 @@ class HyperConnections:
 
     def before_attention(self, layer: Any, hidden: Tensor) -> Prepared:
         """Collapses the streams to attention's input."""
-        spread, mix, collapsed = layer.attn_hc(hidden)
+        spread, mix, collapsed = self._collapse(layer.attn_hc, hidden)
         return layer.input_layernorm(collapsed), hidden, (spread, mix)
 
     def between(self, layer: Any, output: Tensor, residual: Tensor, extra: Any) -> Prepared:
         """Mixes attention's output in and collapses again."""
         streams = self.after(layer, output, residual, extra)
-        spread, mix, collapsed = layer.ffn_hc(streams)
+        spread, mix, collapsed = self._collapse(layer.ffn_hc, streams)
         return layer.post_attention_layernorm(collapsed), streams, (spread, mix)
 
     def after(self, layer: Any, output: Tensor, residual: Tensor, extra: Any) -> Tensor:
@@ -105,3 +105,15 @@ class HyperConnections:
         dtype = residual.dtype
         added: Tensor = spread.to(dtype).unsqueeze(-1) * output.unsqueeze(-2)
         return added + torch.matmul(mix.to(dtype).transpose(-1, -2), residual)
+
+    def _collapse(self, connection: Any, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Transformers' module cannot be called without tokens (from 5.24 on); of none, everything is nothing."""
+        if streams.numel() == 0:
+            spread = streams.new_empty(streams.shape[:-1])
+            return (
+                spread,
+                streams.new_empty(*spread.shape, streams.shape[2]),
+                streams.new_empty(streams[..., 0, :].shape),
+            )
+        collapsed: tuple[Tensor, Tensor, Tensor] = connection(streams)
+        return collapsed

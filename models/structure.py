@@ -18,8 +18,10 @@ from typing import Final
 
 from torch import nn
 
+from tbo.errors import UnsupportedModelError
 from tbo.models.family_table import FAMILIES, FamilyTraits
-from tbo.models.parts import MoeParts
+from tbo.models.parts import EXPERTS, ROUTERS, MoeParts, own_forward
+from tbo.models.routing import RouterOutput
 
 _LAYERS: Final = (
     ("deepseek_v3", "DeepseekV3DecoderLayer"),
@@ -61,22 +63,84 @@ def traits_by_structure(layer: nn.Module, moe: MoeParts | None) -> FamilyTraits 
 
 def _same_forward(module: nn.Module, folder: str, class_name: str) -> bool:
     modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    code = _code(inspect.unwrap(type(module).forward))
+    code = _code(own_forward(module))
     return code is not None and code == _code(inspect.unwrap(getattr(modeling, class_name).forward))
 
 
 @functools.cache
 def _code(function: FunctionType) -> str | None:
     """A function's code without annotations, decorators and docstring; None if its source cannot be read."""
-    try:
-        source = inspect.getsource(function)
-    except (OSError, TypeError):
-        return None
-    definition = ast.parse(textwrap.dedent(source)).body[0]
-    if not isinstance(definition, ast.FunctionDef):
+    definition = _definition(function)
+    if definition is None:
         return None
     for node in ast.walk(definition):
         if isinstance(node, ast.arg):
             node.annotation = None
     body = definition.body[1:] if ast.get_docstring(definition) is not None else definition.body
     return ast.dump(definition.args) + "".join(ast.dump(statement) for statement in body)
+
+
+def _definition(function: FunctionType) -> ast.FunctionDef | None:
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        return None
+    definition = ast.parse(textwrap.dedent(source)).body[0]
+    return definition if isinstance(definition, ast.FunctionDef) else None
+
+
+@functools.cache
+def unpacked_order(block_forward: FunctionType) -> RouterOutput | None:
+    """The order of a router's output, read off the block that unpacks it and hands ids and weights to the experts.
+
+    The order of one family changed between transformers releases (Granite, by 5.24). None where the code does not
+    say: the source cannot be read, or the block uses the output in another way.
+
+    Raises:
+        UnsupportedModelError: the block unpacks an order that tbo cannot read.
+    """
+    definition = _definition(block_forward)
+    if definition is None:
+        return None
+    unpacked, experts_arguments = _router_targets(definition), _experts_arguments(definition)
+    if unpacked is None or experts_arguments is None:
+        return None
+    _, ids, weights = experts_arguments
+    for order in (RouterOutput.LOGITS_WEIGHTS_IDS, RouterOutput.IDS_WEIGHTS_LOGITS):
+        kinds = order.value.split(", ")
+        if unpacked[kinds.index("ids")] == ids and unpacked[kinds.index("weights")] == weights:
+            return order
+    raise UnsupportedModelError(
+        f"{block_forward.__qualname__} unpacks its router's output as {', '.join(unpacked)} and calls its experts with"
+        f" {ids} and {weights}",
+        remedy="Leave this model unwrapped; tbo reads routers that return logits, weights, ids or ids, weights, logits.",
+    )
+
+
+def _router_targets(definition: ast.FunctionDef) -> list[str] | None:
+    """The three names a router's output is unpacked to."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and _calls_own(node.value, ROUTERS):
+            names = [target.id for target in node.targets[0].elts if isinstance(target, ast.Name)]
+            return names if len(names) == 3 else None
+    return None
+
+
+def _experts_arguments(definition: ast.FunctionDef) -> list[str] | None:
+    """The names of rows, ids and weights in the call of the experts."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Call) and _calls_own(node, (EXPERTS,)):
+            names = [argument.id for argument in node.args if isinstance(argument, ast.Name)]
+            return names if len(names) == 3 else None
+    return None
+
+
+def _calls_own(node: ast.expr, names: tuple[str, ...]) -> bool:
+    """Whether an expression calls a submodule of one of these names."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "self"
+        and node.func.attr in names
+    )

@@ -58,7 +58,7 @@ class CudaAllToAllDispatcher:
         """See `Dispatcher`. Starts the exchange of counts and their copy to the host; waits for neither."""
         check_routing(rows_TH, topk_ids_TK, topk_weights_TK, self._num_experts)
         routed = route(topk_ids_TK, topk_weights_TK, self._num_experts)
-        # How many pairs reach an expert is known on the device only: all are gathered, those that reach none at the end.
+        # Only the device knows how many pairs reach an expert, so all are gathered; those that reach none come last.
         rows_PH = gather_rows(as_transported(rows_TH.detach()), routed.order_P, topk_ids_TK.shape[1])
         counts_2E = torch.stack((routed.counts_E, torch.empty_like(routed.counts_E)))
         on_host_2E = torch.empty(counts_2E.shape, dtype=torch.int64, pin_memory=True)

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tbo.models.attention import AttentionCut, cut_attention
 from tbo.models.attention_liveness import LivenessCut, halves_of
 from tbo.models.families import adapter_for
-from tbo.models.parts import find_decoder
+from tbo.models.parts import find_decoder, own_forward
 from tiny_models import FAMILIES, build, prefill_and_decode, token_batch, visited_layers
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
@@ -41,7 +41,7 @@ Cutter = Callable[[nn.Module], AttentionCut]
 
 
 def cut_generically(module: nn.Module) -> AttentionCut:
-    halves = halves_of(type(module))
+    halves = halves_of(own_forward(module))
     assert halves is not None
     return LivenessCut(module, halves)
 

@@ -75,7 +75,7 @@ class Closes(nn.Module):
 
 
 def test_only_what_the_second_half_needs_is_handed_over() -> None:
-    halves = halves_of(Straight)
+    halves = halves_of(Straight.forward)
     assert halves is not None
     assert halves.kind == "at the cache write"
     assert halves.live == ("hidden_states", "kwargs", "query")
@@ -87,7 +87,7 @@ def test_only_what_the_second_half_needs_is_handed_over() -> None:
 
 
 def test_without_a_cache_write_the_cut_is_at_the_attention_call() -> None:
-    halves = halves_of(Uncached)
+    halves = halves_of(Uncached.forward)
     assert halves is not None
     assert halves.kind == "at the attention call"
     assert halves.live == ("query",)
@@ -95,14 +95,14 @@ def test_without_a_cache_write_the_cut_is_at_the_attention_call() -> None:
 
 
 def test_a_name_assigned_on_both_paths_is_safe() -> None:
-    halves = halves_of(AssignsOnBothPaths)
+    halves = halves_of(AssignsOnBothPaths.forward)
     assert halves is not None
     assert halves.live == ("gate", "hidden_states")
 
 
 @pytest.mark.parametrize("unsafe", [ReturnsEarly, AssignsOnOnePath, AttendsTwice, Closes, nn.Linear])
 def test_what_cannot_be_cut_safely_is_not_cut(unsafe: type[nn.Module]) -> None:
-    assert halves_of(unsafe) is None
+    assert halves_of(unsafe.forward) is None
     module = nn.Linear(2, 2) if unsafe is nn.Linear else unsafe()
     assert isinstance(cut_attention(module), WholeAttention)
 

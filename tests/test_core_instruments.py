@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy_ops import EveryHook, toy
 
 from tbo.core import YIELD, InjectFault, Instrument, Plan, Trace, Where, compile_plan, run
 from tbo.core.instruments import overridden
 from tbo.errors import OpError, PeerError
+from toy_ops import EveryHook, toy
 
 pytestmark = pytest.mark.timeout(60)
 

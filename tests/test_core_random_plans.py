@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_ops import REST, EveryHook, mix, toy
 
 from tbo.core import YIELD, Instrument, Op, Trace, Where, compile_plan, run
+from toy_ops import REST, EveryHook, mix, toy
 
 pytestmark = pytest.mark.timeout(100)
 

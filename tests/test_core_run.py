@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from toy_ops import DEEPSEEK_DECODE, DENSE, PREFILL, REST, WATCHES, layer, mix, toy, trace_lines
 
 from tbo.core import YIELD, Instrument, Plan, Trace, compile_plan, op, run
 from tbo.errors import PlanError
+from toy_ops import DEEPSEEK_DECODE, DENSE, PREFILL, REST, WATCHES, layer, mix, toy, trace_lines
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -190,6 +190,9 @@ def test_sub_batches_have_states_of_their_own(instruments: tuple[Instrument, ...
     assert given == {"x": 1}
 
 
+ONE_EACH = "Give one mapping for each sub-batch, or compile the plan for another number."
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -200,13 +203,11 @@ def test_sub_batches_have_states_of_their_own(instruments: tuple[Instrument, ...
         ([{}], "sub-batch 0 has no input 'x' (given: nothing). Give every sub-batch the keys x, z."),
         (
             [{"x": 1, "z": 2}],
-            "1 inputs for a plan of 2 sub-batches."
-            " Give one mapping for each sub-batch, or compile the plan for another number.",
+            "1 inputs for a plan of 2 sub-batches. " + ONE_EACH,
         ),
         (
             [{"x": 1, "z": 2}] * 3,
-            "3 inputs for a plan of 2 sub-batches."
-            " Give one mapping for each sub-batch, or compile the plan for another number.",
+            "3 inputs for a plan of 2 sub-batches. " + ONE_EACH,
         ),
     ],
     ids=["a key missing", "nothing", "too few", "too many"],
@@ -295,7 +296,7 @@ def generated(watch: Watch) -> Iterator[dict[str, Value]]:
 @pytest.mark.parametrize(
     ("give", "held"),
     [
-        (lambda watch: generated(watch), False),
+        (generated, False),
         (lambda watch: iter([{"x": watch.make("x")}]), False),
         (lambda watch: [{"x": watch.make("x")}], False),
         (lambda watch: watch.__dict__.setdefault("kept", [{"x": watch.make("x")}]), True),

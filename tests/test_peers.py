@@ -219,7 +219,9 @@ def test_ranks_that_differ_are_told_so_and_can_go_on() -> None:
     assert "sub_batches is 2 on ranks 0, 2, 3 on rank 1" in sub_batches
     assert facts == (
         "ranks of this expert-parallel group are set up differently: "
-        "dtype is bfloat16 on rank 0, float32 on ranks 1, 2; extra is nothing on ranks 0, 1, yes on rank 2. Give every rank the same model, options and versions."
+        "dtype is bfloat16 on rank 0, float32 on ranks 1, 2; "
+        "extra is nothing on ranks 0, 1, yes on rank 2. "
+        "Give every rank the same model, options and versions."
     )
     assert gathered == [(0,), (1,), (2,)]
 
