@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -86,8 +87,10 @@ def _processor() -> str:
 
 
 def show(table: Table, notes: Sequence[str]) -> None:
-    """Prints a table, wide enough for all its columns, with notes under it."""
-    console = Console(width=max(Console().width, 140))
+    """Prints a table with notes under it; into a file or pipe as wide as its columns need."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     console.print(table)
     for note in notes:
         console.print(note, highlight=False)
@@ -101,10 +104,7 @@ def print_json(rows: Sequence[Any], **more: Any) -> None:
 @contextmanager
 def no_collector() -> Iterator[None]:
     """Keeps the garbage collector out of a measurement, as `timeit` does."""
-    import gc
-
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -52,7 +52,7 @@ def cut_attention(module: nn.Module) -> AttentionCut:
     Args:
         module: a decoder layer's attention module; held, never changed.
     """
-    name = transformers_class(module)
+    name = transformers_class(module) or ""
     if name in PLAIN:
         return PlainAttention(module, PLAIN[name])
     if name in LATENT:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
 from tbo.errors import SplitError
 from tbo.models.cache_layers import SPLIT_LAYERS, STATIC_ROWS, SplitLayer, StaticRows, check_rows
@@ -22,6 +22,7 @@ from tbo.models.cache_undo import CacheMark, refuse_unusable, remember, restore
 __all__ = [
     "CacheMark",
     "CacheSplit",
+    "buffer_length",
     "remember",
     "restore",
     "share_cache_by_tokens",
@@ -83,6 +84,12 @@ def why_not_by_tokens(cache: object) -> str | None:
     if reason is not None or not isinstance(cache, Cache):
         return reason
     return _why_layers(cache, _SHARED_LAYERS, "it forgets positions, or keeps state, that a later part needs whole")
+
+
+def buffer_length(cache: Cache | None) -> int | None:
+    """Positions of a preallocated cache, all of which attention is given; None if the cache grows."""
+    layers = () if cache is None else cache.layers
+    return next((int(layer.max_cache_len) for layer in layers if isinstance(layer, StaticLayer)), None)
 
 
 def _why_unknown(cache: object) -> str | None:

@@ -101,7 +101,7 @@ def load_expert_parallel(
         plan.faults.refuse(directory, model)
         _untie_where_both_are_stored(model, plan)
         _make_room(model, torch.device(device))
-        with _reporting(progress) as report:
+        with _reporting(progress if callable(progress) else None, bar=progress is True) as report:
             _fill(model, plan, files, report)
         _finish(model, plan, directory)
         bytes_read, tensors_read = files.bytes_read, files.tensors_read
@@ -223,14 +223,14 @@ def _finish(model: Any, plan: LoadPlan, directory: Path) -> None:
 
 
 @contextmanager
-def _reporting(progress: object) -> Iterator[Progress]:
-    if callable(progress):
+def _reporting(progress: Progress | None, *, bar: bool) -> Iterator[Progress]:
+    if progress is not None:
         yield progress
-    elif progress:
+    elif bar:
         from rich.progress import Progress as Bar
 
-        with Bar() as bar:
-            task = bar.add_task("Loading weights", total=None)
-            yield lambda done, total, _: bar.update(task, completed=done, total=total)
+        with Bar() as shown:
+            task = shown.add_task("Loading weights", total=None)
+            yield lambda done, total, _: shown.update(task, completed=done, total=total)
     else:
         yield lambda *_: None

@@ -33,10 +33,17 @@ WHOLE: Final = frozenset({"cache_position"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCut:
-    """A padded batch cut between rows: part i is ``rows[i]`` of dimension 0."""
+    """A padded batch cut between rows: part i is ``rows[i]`` of dimension 0.
+
+    Attributes:
+        rows: the parts, in order, covering the batch.
+        batch_size: B.
+        length: S.
+    """
 
     rows: tuple[slice, ...]
     batch_size: int
+    length: int
 
     def hidden(self, hidden_states: Tensor) -> list[Tensor]:
         """The rows of each part, as views."""
@@ -51,15 +58,15 @@ class RowCut:
         if name in SEQUENCE_ENDS and value is not None:
             raise _unknown(name, value, "a padded batch cannot carry packed sequence lengths")
         if name in POSITIONAL or name in MASKS:
-            return _per_part(value, len(self.rows), lambda tensor, part: self._cut(name, tensor, part))
+            return _per_part(name, value, len(self.rows), lambda tensor, part: self._cut(name, tensor, part))
         return _others(name, value, len(self.rows))
 
     def _cut(self, name: str, tensor: Tensor, part: int) -> Tensor:
-        if tensor.dim() < 2 or tensor.shape[0] == 1 != self.batch_size:
-            return tensor
-        if tensor.shape[0] != self.batch_size:
+        if name in POSITIONAL:
+            _check_positional(name, tensor, self.length)
+        if tensor.dim() < 2 or tensor.shape[0] not in (1, self.batch_size):
             raise _unknown(name, tensor, f"its first dimension is neither 1 nor the batch size {self.batch_size}")
-        return tensor[self.rows[part]]
+        return tensor if tensor.shape[0] == 1 != self.batch_size else tensor[self.rows[part]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +76,7 @@ class TokenCut:
     Attributes:
         tokens: the parts, in order, covering the row.
         past: key positions in the cache before this step.
+        buffer: key positions of a preallocated cache, which attention always sees whole; None if keys grow.
         shared: later parts attend to earlier ones through the cache. False where every cut lies between packed
             sequences, which never see each other.
         fills_mask: the attention implementation takes a missing mask as "causal, aligned at the start", so that a
@@ -78,6 +86,7 @@ class TokenCut:
 
     tokens: tuple[slice, ...]
     past: int
+    buffer: int | None
     shared: bool
     fills_mask: bool
     device: torch.device
@@ -96,27 +105,37 @@ class TokenCut:
         if name in SEQUENCE_ENDS and value is not None:
             return [self._sequence_ends(value, part) for part in self.tokens]
         if name in MASKS:
-            return [self._mask(value, part) for part in self.tokens]
+            return [self._mask(name, value, part) for part in self.tokens]
         if name in POSITIONAL:
-            return _per_part(value, count, lambda tensor, part: tensor[:, self.tokens[part]])
+            return _per_part(name, value, count, lambda tensor, part: self._cut(name, tensor, part))
         if name in WHOLE and isinstance(value, Tensor):
             return [value[part] for part in self.tokens]
         return _others(name, value, count)
 
-    def _mask(self, mask: Tensor | None, part: slice) -> Tensor | None:
-        length = self.tokens[-1].stop
+    def _cut(self, name: str, tensor: Tensor, part: int) -> Tensor:
+        _check_positional(name, tensor, self.tokens[-1].stop)
+        return tensor[:, self.tokens[part]]
+
+    def _mask(self, name: str, mask: Tensor | None, part: slice) -> Tensor | None:
         if mask is None:
-            return self._causal_mask(part) if self.fills_mask and self.shared and part.start > 0 else None
+            return self._causal_mask(part) if self._needs_mask(part) else None
+        if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+            raise _unknown(name, mask, "it is no mask over tokens")
         first_key, end_key = (0, self.past + part.stop) if self.shared else (part.start, part.stop)
-        if mask.shape[-1] != self.past + length:  # a static cache: keys keep their places in the whole buffer
+        if self.buffer is not None:
             first_key, end_key = 0, mask.shape[-1]
         if mask.dim() == 2:
             return mask[:, first_key:end_key]
         return mask[..., part, first_key:end_key]
 
+    def _needs_mask(self, part: slice) -> bool:
+        """Without one, queries are aligned at the first key; and one query alone sees a whole buffer."""
+        misplaced = part.start > 0 or (self.buffer is not None and part.stop == 1)
+        return self.fills_mask and self.shared and misplaced and part.stop > part.start
+
     def _causal_mask(self, part: slice) -> Tensor:
         queries = torch.arange(self.past + part.start, self.past + part.stop, device=self.device)
-        keys = torch.arange(self.past + part.stop, device=self.device)
+        keys = torch.arange(self.buffer or self.past + part.stop, device=self.device)
         return (keys[None, :] <= queries[:, None])[None, None]
 
     @staticmethod
@@ -170,6 +189,20 @@ def why_no_part(kwargs: Mapping[str, Any]) -> str | None:
     return None
 
 
+def hides(mask: Tensor, queries: slice, keys: slice) -> bool:
+    """Whether a mask lets none of these queries see any of these keys.
+
+    Args:
+        mask: ``[..., Q, KV]``: boolean, False where hidden, or added to the scores, very negative where hidden.
+        queries: of dimension Q.
+        keys: of dimension KV.
+    """
+    block = mask[..., queries, keys]
+    if mask.dtype == torch.bool:
+        return not bool(block.any())
+    return block.numel() == 0 or bool(block.max() <= torch.finfo(mask.dtype).min / 2)
+
+
 def _others(name: str, value: Any, count: int) -> list[Any]:
     """Flags and numbers go to every part; a tensor nobody has classified is refused."""
     if name not in WHOLE and _holds_tensor(value):
@@ -185,17 +218,26 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(_holds_tensor(item) for item in value)
 
 
-def _per_part(value: Any, count: int, cut: Callable[[Tensor, int], Tensor]) -> list[Any]:
+def _per_part(name: str, value: Any, count: int, cut: Callable[[Tensor, int], Tensor]) -> list[Any]:
     """Applies a cut inside tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [cut(value, part) for part in range(count)]
     if isinstance(value, Mapping):
-        cut_items = {key: _per_part(item, count, cut) for key, item in value.items()}
+        cut_items = {key: _per_part(name, item, count, cut) for key, item in value.items()}
         return [{key: items[part] for key, items in cut_items.items()} for part in range(count)]
     if isinstance(value, list | tuple):
-        cut_list = [_per_part(item, count, cut) for item in value]
+        cut_list = [_per_part(name, item, count, cut) for item in value]
         return [type(value)(items[part] for items in cut_list) for part in range(count)]
-    return [value] * count
+    if value is not None:
+        raise _unknown(name, value, "it is neither a tensor nor made of tensors")
+    return [None] * count
+
+
+def _check_positional(name: str, tensor: Tensor, length: int) -> None:
+    """Dimension 1 is S, or the tensor is laid out in a way that would be cut wrongly without a word."""
+    plain = name in ("position_ids", "input_ids")
+    if tensor.dim() < 2 or tensor.shape[1] != length or (plain and tensor.dim() != 2):
+        raise _unknown(name, tensor, f"it does not have one entry for each of {length} positions in dimension 1")
 
 
 def _unknown(name: str, value: Any, why: str) -> WrapError:

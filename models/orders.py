@@ -127,12 +127,16 @@ def _op_named(layer: Any, name: str, schedule: Schedule) -> Any:
     return found
 
 
-def check_schedules(schedules: Mapping[Any, Any]) -> dict[Phase, Schedule]:
+def check_schedules(schedules: Any) -> dict[Phase, Schedule]:
     """Checks what a user passed as ``schedules=``.
 
     Raises:
-        PlanError: a key is not a phase or a value not a schedule.
+        PlanError: not a mapping, or a key is not a phase or a value not a schedule.
     """
+    if not isinstance(schedules, Mapping):
+        raise PlanError(
+            f"schedules is a {type(schedules).__name__}", remedy="Map tbo.Phase members to tbo.Schedule values."
+        )
     for phase, schedule in schedules.items():
         if not isinstance(phase, Phase) or not isinstance(schedule, Schedule):
             raise PlanError(
@@ -142,6 +146,13 @@ def check_schedules(schedules: Mapping[Any, Any]) -> dict[Phase, Schedule]:
     return dict(schedules)
 
 
-def layers_ops(layers: Sequence[Any], schedule: Schedule) -> list[list[Any]]:
-    """The ops of each layer, as `compile_plan` takes them."""
-    return [ops_of_layer(layer, schedule) for layer in layers]
+def layers_ops(layers: Sequence[Any], schedule: Schedule, *, first: int = 0) -> list[list[Any]]:
+    """The ops of each layer, as `compile_plan` takes them.
+
+    Args:
+        layers: the layers.
+        schedule: the order of their ops.
+        first: the number of the first of them in the model. Layers before it get no ops, so that errors, instruments
+            and timelines number layers as the model does.
+    """
+    return [[] for _ in range(first)] + [ops_of_layer(layer, schedule) for layer in layers]

@@ -113,7 +113,7 @@ def unpacked_order(block_forward: FunctionType) -> RouterOutput | None:
     raise UnsupportedModelError(
         f"{block_forward.__qualname__} unpacks its router's output as {', '.join(unpacked)} and calls its experts with"
         f" {ids} and {weights}",
-        remedy="Leave this model unwrapped; tbo reads routers that return logits, weights, ids or ids, weights, logits.",
+        remedy="Leave this model unwrapped; routers must return logits, weights, ids or ids, weights, logits.",
     )
 
 

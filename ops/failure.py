@@ -150,28 +150,25 @@ def silence(
     return Failure(kind=Kind.SILENT, rank=absent[0], text=text)
 
 
-def store_lost(
-    host: str, store_rank: int | None, sightings: Mapping[int, Sighting], *, connection_closed: bool
-) -> Failure:
+def store_lost(address: str, store_rank: int | None, sightings: Mapping[int, Sighting]) -> Failure:
     """The store that ranks report to does not answer any more.
 
     Args:
-        host: its address.
-        store_rank: the rank of this group that hosts it, unless a launcher does; None if no rank of the group can.
+        address: of the store.
+        store_rank: the rank of this group that hosts it; None if it is hosted elsewhere.
         sightings: the other ranks' last reports.
-        connection_closed: a rank's connection closed as well, so it was no launcher.
     """
-    text = (
-        f"the process that hosts the store ({host}) died or stopped answering: "
-        "rank 0 of the world, unless a launcher such as torchrun hosts it"
-    )
-    sighting = None if store_rank is None else sightings.get(store_rank)
-    if sighting is not None:
-        left = f", after it left ({sighting.beat.left})" if sighting.beat.left else ""
-        text += f"; rank {store_rank} was last in {sighting.beat.at}{left}"
-    if connection_closed:
-        text += "; a rank's connection closed at the same time"
-    return Failure(kind=Kind.STORE, rank=store_rank if connection_closed else None, text=text)
+    if store_rank is None:
+        text = (
+            f"the process that hosts the store ({address}) died or stopped answering; "
+            "it is a launcher such as torchrun, or a rank outside of this group"
+        )
+        return Failure(kind=Kind.STORE, rank=None, text=text)
+    text = f"rank {store_rank}, which hosts the store ({address}), died or stopped answering"
+    if store_rank in sightings:
+        beat = sightings[store_rank].beat
+        text += f"; it was last in {beat.at}" + (f" and left, because {beat.left}" if beat.left else "")
+    return Failure(kind=Kind.STORE, rank=store_rank, text=text)
 
 
 def disagreements(facts_of_rank: Sequence[Mapping[str, str]]) -> list[str]:

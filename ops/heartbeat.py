@@ -23,6 +23,7 @@ _HURRY = 0.05
 _RECORD_LIMIT = 2.0
 _STOP_LIMIT = 3.0
 _SPREAD_LIMIT = 2.0
+_LINGER = 1.0
 _VALUES_A_SECOND = 64
 """Reports a rank reads in a second at most: with many ranks they are read less often, for the store's host's sake."""
 
@@ -39,8 +40,11 @@ class Heartbeat:
         hurry: set by the step's thread while it looks for the culprit of a closed connection.
     """
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, describe: Callable[[], str]) -> None:
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, hosts_store: bool, describe: Callable[[], str]
+    ) -> None:
         self._store = store
+        self._hosts_store = hosts_store
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._describe = describe
@@ -50,6 +54,7 @@ class Heartbeat:
         self._recorded = threading.Event()
         self._wake = threading.Event()
         self._stopping = False
+        self._may_linger = False
         self._pid = os.getpid()
         self._next_beat = 0.0
         self._next_reading = 0.0
@@ -87,19 +92,30 @@ class Heartbeat:
         """Asks for a round without delay."""
         self._wake.set()
 
-    def stop(self, reason: str) -> None:
-        """Reports that this rank leaves, and ends the thread; takes 3 s at most.
+    def stop(self, reason: str, *, process_ends: bool) -> bool:
+        """Reports that this rank leaves, and ends the thread; takes 3 s at most. Safe to repeat.
 
-        After a failure it stays until the others have read of it (this rank may host the store), 2 s at most.
+        Args:
+            reason: told to ranks that still wait for this one.
+            process_ends: stay until the others have read of a failure, or have left if this rank hosts the store.
+
+        Returns:
+            Whether the thread is over.
         """
-        if self._stopping or os.getpid() != self._pid:
-            # A forked child shares the connection but must not speak for its parent.
-            return
-        self._left = reason
-        self._stopping = True
-        self._wake.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if os.getpid() != self._pid:
+            # A forked child shares the connection but must not speak for its parent, and has no such thread.
+            return True
+        if not self._stopping:
+            self._left = reason
+            self._may_linger = process_ends
+            self._stopping = True
+            self._wake.set()
+        if threading.current_thread() is self._thread:
+            # Garbage is collected on any thread, so this one can be asked to end by itself, but not to await that.
+            return False
+        if self._thread.is_alive():
             self._thread.join(_STOP_LIMIT)
+        return not self._thread.is_alive()
 
     def _live(self) -> None:
         try:
@@ -108,7 +124,8 @@ class Heartbeat:
                 self._wake.wait(_HURRY if self.hurry else _LOOK_EVERY)
                 self._wake.clear()
             self._beat()
-            self._let_it_spread()
+            if self._may_linger:
+                self._linger()
         except Exception:  # noqa: BLE001 - whatever it is, this rank hears of no failure any more and must not wait on
             # A lost connection does not come back: no second try, each of which would log a stack trace.
             self.lost_since = time.monotonic()
@@ -153,17 +170,25 @@ class Heartbeat:
             if known is None or known.beat.count != beat.count:
                 self.sightings[rank] = Sighting(beat=beat, seen=now)
 
-    def _let_it_spread(self) -> None:
-        """The store dies with its host: others must have read of a failure before this process may end."""
-        deadline = time.monotonic() + _SPREAD_LIMIT
-        while self.failure is not None and time.monotonic() < deadline:
+    def _linger(self) -> None:
+        """The store dies with its host: word of a failure must have spread before this process may end.
+
+        In good order too, its host waits a moment for the others: torch logs a stack trace on those that lose it.
+        """
+        deadline = time.monotonic() + (_LINGER if self.failure is None else _SPREAD_LIMIT)
+        while time.monotonic() < deadline:
             self._read_others()
-            unaware = [rank for rank in self._others if self._may_be_unaware(rank, self.failure)]
-            if not unaware or self._store.check([f"told/{rank}" for rank in unaware]):
+            present = [rank for rank in self._others if self._is_present(rank)]
+            if self._hosts_store:
+                done = not present
+            else:
+                done = self.failure is None or not present or self._store.check([f"told/{rank}" for rank in present])
+            if done:
                 return
             time.sleep(_HURRY)
 
-    def _may_be_unaware(self, rank: int, failure: Failure) -> bool:
+    def _is_present(self, rank: int) -> bool:
         sighting = self.sightings[rank]
-        dead = (failure.kind is Kind.DIED and failure.rank == rank) or time.monotonic() - sighting.seen > DEAD_AFTER
-        return not dead and not sighting.beat.left
+        known_dead = self.failure is not None and self.failure.kind is Kind.DIED and self.failure.rank == rank
+        quiet = time.monotonic() - sighting.seen > DEAD_AFTER
+        return not (known_dead or quiet or sighting.beat.left)

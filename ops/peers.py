@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import sys
@@ -93,28 +94,28 @@ class Peers:
         self.rank, self.world_size = meeting.rank, meeting.world_size
         self.transport = backend
         self._started = 0
-        self._under_way: dict[int, tuple[dist.Work, Tensor, Tensor]] = {}
         self._options = collective_options(timeout)
         self._heartbeat = Heartbeat(
             meeting.watch_store,
             rank=meeting.rank,
             world_size=meeting.world_size,
+            hosts_store=meeting.hosts_store,
             describe=progress.describe if progress is not None else lambda: "outside a step",
         )
+        self._heartbeat.announce()
+        store_rank = wait_for_all(meeting, {"sub_batches": str(sub_batches), "transport": backend}, timeout)
         self._vigil = Vigil(
             self._heartbeat,
             rank=meeting.rank,
             timeout=timeout,
             progress=progress,
-            store_host=meeting.store_host,
-            store_rank=meeting.store_rank,
+            store_address=meeting.store_address,
+            store_rank=store_rank,
         )
-        self._heartbeat.announce()
-        wait_for_all(meeting, {"sub_batches": str(sub_batches), "transport": backend}, timeout)
         self._heartbeat.start()
-        groups: list[Group] = []
-        # Leaving is also due at exit, before the interpreter is torn down under the heartbeat's thread.
-        self._leave = weakref.finalize(self, _leave, self._heartbeat, self._under_way, groups)
+        self._ties = _Ties(self._heartbeat)
+        weakref.finalize(self, self._ties.cut, "it let its groups go").atexit = False
+        groups = self._ties.groups
         try:
             groups.append(build_gloo(meeting, "control"))
             for index in range(sub_batches):
@@ -137,8 +138,8 @@ class Peers:
         self._started += 1
         self._heartbeat.started = self._started
         exchange = Exchange(group.alltoall_base(output, rows, received, sent, self._options), self._started)
-        # Kept for as long as the transport may write to it: see `_leave`.
-        self._under_way[exchange.number] = (exchange.work, output, rows)
+        # Kept for as long as the transport may write to it: see `_Ties.cut`.
+        self._ties.under_way[exchange.number] = (exchange.work, output, rows)
         return exchange
 
     def wait(self, exchange: Exchange, what: str) -> None:
@@ -165,7 +166,7 @@ class Peers:
             return True
 
         self._vigil.wait(finished, exchange.number, what)
-        self._under_way.pop(exchange.number, None)
+        self._ties.under_way.pop(exchange.number, None)
 
     def wait_until(self, ready: Callable[[], bool], exchange: Exchange, what: str) -> None:
         """Like `wait`, where only a question (to a CUDA event) tells whether what was exchanged is there."""
@@ -177,12 +178,12 @@ class Peers:
             return done
 
         self._vigil.wait(finished, exchange.number, what)
-        self._under_way.pop(exchange.number, None)
+        self._ties.under_way.pop(exchange.number, None)
 
     def wait_on_stream(self, exchange: Exchange) -> None:
         """Makes the current CUDA stream, not the host, wait for an exchange on an NCCL group."""
         exchange.work.wait()
-        self._under_way.pop(exchange.number, None)
+        self._ties.under_way.pop(exchange.number, None)
 
     def gather(self, numbers: Sequence[int], what: str = "a vote") -> list[tuple[int, ...]]:
         """Every rank's `numbers`, in rank order. Collective; all ranks pass equally many.
@@ -213,34 +214,49 @@ class Peers:
 
     def fail(self, error: BaseException) -> None:
         """Records this rank's failure for all ranks and gives the groups up. Raises nothing; takes 2 s at most."""
-        if self._leave.alive:
+        if not self._ties.are_cut:
             self._vigil.fail(error)
 
     def check(self) -> None:
         """Raises PeerError if the groups cannot be used any more. Costs well under a microsecond otherwise."""
         self._vigil.check()
-        if not self._leave.alive:
+        if self._ties.are_cut:
             raise PeerError(f"rank {self.rank} has closed its expert-parallel groups", rank=self.rank)
 
     def close(self, reason: str = "it closed its groups") -> None:
         """Leaves in good order; ranks that still wait for this one are told why. Bounded, and safe to repeat."""
-        self._heartbeat.stop(reason)
-        self._leave()
+        self._ties.cut(reason)
 
 
-def _leave(
-    heartbeat: Heartbeat, under_way: Mapping[int, tuple[dist.Work, Tensor, Tensor]], groups: list[Group]
-) -> None:
-    heartbeat.stop(_why_leaving())
-    if any(not work.is_completed() for work, _, _ in under_way.values()):
-        # A gloo group's destructor waits for its pending collectives, which may never end, and would hang the exit.
-        # Nobody can cancel them either. So the group, and the memory it writes to, live as long as the process does.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((dict(under_way), list(groups))))
-    groups.clear()
+class _Ties:
+    """What binds a `Peers` to its group: the heartbeat, the groups, and the exchanges under way.
 
+    Apart from `Peers`, so that they can be cut when nobody holds it any more, and at the latest when the process ends:
+    a thread that outlives the interpreter aborts the process.
+    """
 
-def _why_leaving() -> str:
-    unhandled = getattr(sys, "last_value", None)
-    return (
-        "its process ended" if unhandled is None else f"its process ended with {type(unhandled).__name__}: {unhandled}"
-    )
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
+        self.under_way: dict[int, tuple[dist.Work, Tensor, Tensor]] = {}
+        self.groups: list[Group] = []
+        self.are_cut = False
+        atexit.register(self._cut_at_exit)
+
+    def cut(self, reason: str, *, process_ends: bool = False) -> None:
+        """Leaves the group, telling the others why. Bounded, and safe to repeat."""
+        self.are_cut = True
+        if self.heartbeat.stop(reason, process_ends=process_ends):
+            atexit.unregister(self._cut_at_exit)
+        if any(not work.is_completed() for work, _, _ in self.under_way.values()):
+            # A gloo group's destructor waits for its pending collectives, which may never end, and would hang the exit.
+            # Nobody can cancel them either. So the group, and the memory it writes to, live as long as the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self.under_way, tuple(self.groups))))
+        self.under_way = {}
+        self.groups.clear()
+
+    def _cut_at_exit(self) -> None:
+        unhandled = getattr(sys, "last_value", None)
+        reason = "its process ended"
+        if unhandled is not None:
+            reason += f" with {type(unhandled).__name__}: {unhandled}"
+        self.cut(reason, process_ends=True)

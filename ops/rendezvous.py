@@ -51,16 +51,16 @@ class Meeting:
     Attributes:
         store: keys of this meeting only; for the thread that made it.
         watch_store: the same keys over a connection of its own, for the heartbeat's thread.
-        store_host: its address.
-        store_rank: the rank of the group that hosts it, unless a launcher does; None if no rank of the group can.
+        store_address: where its host listens, for messages.
+        hosts_store: this rank's process is its host.
     """
 
     rank: int
     world_size: int
     store: dist.Store
     watch_store: dist.Store
-    store_host: str
-    store_rank: int | None
+    store_address: str
+    hosts_store: bool
 
 
 def open_meeting(ep_group: dist.ProcessGroup | None) -> Meeting:
@@ -81,10 +81,12 @@ def open_meeting(ep_group: dist.ProcessGroup | None) -> Meeting:
             remedy="Pass each process the expert-parallel group that it belongs to.",
         )
     rank = dist.get_rank(group)
-    members = dist.get_process_group_ranks(group)
     base = group.get_group_store()
     # Counted in the store: the n-th meeting of this group on one rank is the n-th on every rank.
     number = base.add(f"tbo/meetings/{rank}", 1)
+    innermost = base
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
     watch_base = cast("_FullStore", base).clone()
     watch_base.set_timeout(_STORE_LIMIT)
     prefix = f"tbo/{number}"
@@ -93,19 +95,23 @@ def open_meeting(ep_group: dist.ProcessGroup | None) -> Meeting:
         world_size=dist.get_world_size(group),
         store=dist.PrefixStore(prefix, base),
         watch_store=dist.PrefixStore(prefix, watch_base),
-        store_host=_host(base),
-        store_rank=members.index(0) if 0 in members else None,
+        store_address=_address(innermost),
+        hosts_store=_is_host(innermost),
     )
 
 
-def wait_for_all(meeting: Meeting, facts: Mapping[str, str], timeout: float) -> None:
+def wait_for_all(meeting: Meeting, facts: Mapping[str, str], timeout: float) -> int | None:
     """Ends once every rank has come with the same facts.
+
+    Returns:
+        The rank that hosts the store, or None if it is hosted outside of the group.
 
     Raises:
         PeerError: ranks did not come within `timeout` seconds; names them.
         RanksDisagreeError: names the facts, ranks and values.
     """
-    meeting.store.set(f"hello/{meeting.rank}", json.dumps(dict(facts)))
+    hello = {"facts": dict(facts), "hosts_store": meeting.hosts_store}
+    meeting.store.set(f"hello/{meeting.rank}", json.dumps(hello))
     missing = [rank for rank in range(meeting.world_size) if rank != meeting.rank]
     deadline = time.monotonic() + timeout
     pause = 0.001
@@ -121,7 +127,8 @@ def wait_for_all(meeting: Meeting, facts: Mapping[str, str], timeout: float) -> 
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     said = [json.loads(meeting.store.get(f"hello/{rank}")) for rank in range(meeting.world_size)]
-    refuse_disagreement(said)
+    refuse_disagreement([each["facts"] for each in said])
+    return next((rank for rank, each in enumerate(said) if each["hosts_store"]), None)
 
 
 def refuse_disagreement(facts_of_rank: Sequence[Mapping[str, str]]) -> None:
@@ -160,9 +167,13 @@ def data_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
-def _host(store: dist.Store) -> str:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        return f"{store.host}:{store.port}"
-    return type(store).__name__
+def _address(store: dist.Store) -> str:
+    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else type(store).__name__
+
+
+def _is_host(store: dist.Store) -> bool:
+    """Only a store's printed form tells whether this process serves it. It decides the words of messages, no more."""
+    if not isinstance(store, dist.TCPStore):
+        return False
+    printed = repr(store)
+    return "server=" in printed and "server=<nullptr>" not in printed

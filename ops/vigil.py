@@ -35,8 +35,8 @@ class Vigil:
     Args:
         heartbeat: brings word of the other ranks.
         timeout: seconds of silence before absent ranks are named.
-        store_host: the store's address, for messages.
-        store_rank: which rank of the group hosts the store if a rank does, None if none of them can be it.
+        store_address: for messages.
+        store_rank: the rank of the group that hosts the store; None if it is hosted elsewhere.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Vigil:
         rank: int,
         timeout: float,
         progress: Progress | None,
-        store_host: str,
+        store_address: str,
         store_rank: int | None,
     ) -> None:
         self.unusable: Failure | None = None
@@ -54,7 +54,7 @@ class Vigil:
         self._rank = rank
         self._timeout = timeout
         self._progress = progress
-        self._store_host = store_host
+        self._store_address = store_address
         self._store_rank = store_rank
 
     def check(self) -> None:
@@ -68,7 +68,7 @@ class Vigil:
         if self._heartbeat.failure is not None:
             self._give_up(self._heartbeat.failure)
         if self._heartbeat.lost_since is not None:
-            self._give_up(self._store_lost(connection_closed=False))
+            self._give_up(self._store_lost())
 
     def fail(self, error: BaseException) -> None:
         """Records this rank's own failure for the others. It counts here even if another rank's was recorded first."""
@@ -111,7 +111,7 @@ class Vigil:
             if heartbeat.failure is not None:
                 self._give_up(heartbeat.failure, cause)
             if heartbeat.lost_since is not None and now - began > TICK:
-                self._give_up(self._store_lost(connection_closed=True), cause)
+                self._give_up(self._store_lost(), cause)
             overdue = now - began > _CULPRIT_PATIENCE
             found = blame.connection_closed(dict(heartbeat.sightings), waits_for=what, now=now, overdue=overdue)
             if found is not None:
@@ -127,7 +127,7 @@ class Vigil:
                     self._give_up(heartbeat.failure)
                 now = time.monotonic()
                 if self._store_is_gone(began, now):
-                    self._give_up(self._store_lost(connection_closed=False))
+                    self._give_up(self._store_lost())
                 if now - began > self._timeout:
                     found = blame.silence(
                         dict(heartbeat.sightings),
@@ -148,13 +148,8 @@ class Vigil:
             return now - max(lost_since, began) > _STORE_PATIENCE
         return now - max(self._heartbeat.last_round, began) > _STORE_SILENCE
 
-    def _store_lost(self, *, connection_closed: bool) -> Failure:
-        return blame.store_lost(
-            self._store_host,
-            self._store_rank,
-            dict(self._heartbeat.sightings),
-            connection_closed=connection_closed,
-        )
+    def _store_lost(self) -> Failure:
+        return blame.store_lost(self._store_address, self._store_rank, dict(self._heartbeat.sightings))
 
     def _give_up(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
         self.unusable = failure

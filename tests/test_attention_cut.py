@@ -218,6 +218,29 @@ def test_the_models_attention_implementation_is_asked(family: str, monkeypatch: 
     assert masks[0] is kwargs["attention_mask"]
 
 
+@pytest.mark.parametrize("family", WRITTEN_OUT)
+@torch.no_grad()
+def test_the_attention_function_is_called_alike(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, sinks and whatever else only some attention functions look at."""
+    module, hidden, kwargs = first_call(build(family), 2)
+    options: list[dict[str, Any]] = []
+
+    def stand_in(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+        options.append(given)
+        batch, heads, positions, _ = query.shape
+        return torch.zeros(batch, positions, heads, value.shape[-1]), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "stand-in", stand_in)
+    monkeypatch.setattr(module.config, "_attn_implementation", "stand-in")
+    cut = cut_attention(module)
+    own_result(module, hidden, twin_of({**kwargs, "anything": "else"}))
+    cut.core(cut.prepare(hidden, twin_of({**kwargs, "anything": "else"})))
+    assert options[0].keys() == options[1].keys()
+    assert all(value is options[1][name] or value == options[1][name] for name, value in options[0].items())
+    assert options[0]["anything"] == "else"
+    assert ("s_aux" in options[0]) == (family == "gpt_oss")
+
+
 @torch.no_grad()
 def test_adapters_put_on_later_are_seen() -> None:
     class Zero(nn.Module):

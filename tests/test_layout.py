@@ -27,7 +27,8 @@ LAYERS = (
     ("tbo.kernels",),
     ("tbo.ops",),
     ("tbo.models",),
-    ("tbo.wrap", "tbo.wrapping"),
+    ("tbo.timeline",),
+    ("tbo.wrapping",),
     ("tbo.demo", "tbo.doctor", "tbo.cli", "tbo.__main__", "tbo"),
 )
 

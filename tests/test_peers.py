@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +118,7 @@ def test_an_op_that_raises_is_named_on_every_rank(culprit: int) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("culprit", "store"), [(2, "rank 0"), (0, "separate")])
 def test_a_killed_rank_is_named_with_its_last_op(culprit: int, store: Any) -> None:
-    results = run_ranks(4, exchange_until_failure, "kill", culprit, 60.0, store=store, together=False)
+    results = run_ranks(3, exchange_until_failure, "kill", culprit, 60.0, store=store, together=False)
     assert results[culprit].exit_code == -signal.SIGKILL
     learnt = told(results, {culprit}, f"rank {culprit} stopped reporting", LAST_OP, "the rows of op_dispatch_b")
     assert all(word.rank == culprit for word in learnt)
@@ -126,14 +128,14 @@ def test_a_killed_rank_is_named_with_its_last_op(culprit: int, store: Any) -> No
 def test_a_killed_rank_that_hosts_the_store_is_named() -> None:
     results = run_ranks(3, exchange_until_failure, "kill", 0, 60.0, together=False)
     assert results[0].exit_code == -signal.SIGKILL
-    learnt = told(results, {0}, "hosts the store (127.0.0.1:", "rank 0", LAST_OP)
+    learnt = told(results, {0}, "rank 0, which hosts the store (127.0.0.1:", f"it was last in {LAST_OP}")
     assert all(word.rank == 0 for word in learnt)
 
 
 @pytest.mark.timeout(60)
 def test_a_store_that_dies_alone_is_named_as_such() -> None:
     results = run_ranks(2, exchange_until_failure, "kill the store's host", 1, 60.0, store="separate", together=False)
-    learnt = told(results, set(), "the process that hosts the store (127.0.0.1:", "died or stopped answering")
+    learnt = told(results, set(), "the process that hosts the store (127.0.0.1:", "such as torchrun")
     assert all(word.rank is None for word in learnt)
 
 
@@ -277,6 +279,50 @@ def make_and_close_groups() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("tbo")]
 
 
+class CollectsGarbage(Progress):
+    """Asked by the heartbeat where the run is, it collects garbage on the heartbeat's thread."""
+
+    def describe(self) -> str:
+        gc.collect()
+        return "outside a step"
+
+
+@pytest.mark.timeout(60)
+def test_groups_that_are_collected_on_their_own_heartbeat_do_not_abort_the_exit() -> None:
+    results = run_ranks(2, drop_groups_in_a_cycle, together=False)
+    assert values(results) == [True, True]
+    assert [result.output for result in results] == ["", ""]
+
+
+def drop_groups_in_a_cycle() -> bool:
+    gc.disable()
+    peers = Peers(None, sub_batches=1, timeout=5.0, progress=CollectsGarbage())
+    peers.gather([1])
+    dropped = weakref.ref(peers)
+    cycle: list[Any] = [peers]
+    cycle.append(cycle)
+    del peers, cycle
+    deadline = time.monotonic() + 5
+    while dropped() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    # The process ends while the heartbeat's thread is at its last words.
+    return dropped() is None
+
+
+@pytest.mark.timeout(60)
+def test_the_host_of_the_store_ends_without_noise_on_the_others() -> None:
+    results = run_ranks(2, end_one_after_the_other, together=False)
+    assert values(results) == [None, None]
+    assert [result.output for result in results] == ["", ""]
+
+
+def end_one_after_the_other() -> None:
+    peers = Peers(None, sub_batches=1, timeout=5.0)
+    peers.gather([1])
+    if peers.rank == 1:
+        time.sleep(0.6)
+
+
 def test_without_a_process_group_the_remedy_is_named() -> None:
     with pytest.raises(DispatcherError, match=r"Call torch\.distributed\.init_process_group first"):
         Peers(None, sub_batches=2, timeout=1.0)
@@ -327,10 +373,16 @@ def test_who_is_blamed_for_silence() -> None:
     assert "all ranks had started it" in stuck.text
 
 
-def test_the_store_of_a_group_without_rank_0_of_the_world() -> None:
-    found = store_lost("somewhere:1", None, {0: sighting()}, connection_closed=True)
-    assert found.rank is None
-    assert "last in" not in found.text
+def test_who_is_named_when_the_store_is_lost() -> None:
+    elsewhere = store_lost("somewhere:1", None, {0: sighting()})
+    assert elsewhere.rank is None
+    assert "a rank outside of this group" in elsewhere.text
+    inside = store_lost("somewhere:1", 0, {0: sighting(left="it was done")})
+    assert inside.rank == 0
+    assert inside.text == (
+        "rank 0, which hosts the store (somewhere:1), died or stopped answering; "
+        f"it was last in {LAST_OP} and left, because it was done"
+    )
 
 
 def test_failures_and_reports_survive_the_store() -> None:

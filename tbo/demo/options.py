@@ -18,7 +18,7 @@ MAX_SUB_BATCHES = 8
 MAX_NEW_TOKENS = 512
 MAX_REPETITIONS = 100
 
-LINK_GBPS = {"smollm2": 0.04, "tiny": 0.04}
+LINK_GBPS = {"smollm2": 0.03, "tiny": 0.03}
 """Chosen so that the modelled transfers of a prefill take about as long as its computation with two ranks on two CPU
 cores: there is something to hide, and something to hide it behind."""
 
@@ -63,7 +63,9 @@ class DemoOptions:
         _check_range("--max-new-tokens", self.max_new_tokens, 3, MAX_NEW_TOKENS)
         _check_range("--repetitions", self.repetitions, 1, MAX_REPETITIONS)
         if not (math.isfinite(self.link_gbps) and self.link_gbps > 0):
-            raise UserError(f"--link-gbps {self.link_gbps:g} is no bandwidth", remedy="Give gigabytes a second, above 0.")
+            raise UserError(
+                f"--link-gbps {self.link_gbps:g} is no bandwidth", remedy="Give gigabytes a second, above 0."
+            )
         if not (math.isfinite(self.link_latency_us) and self.link_latency_us >= 0):
             raise UserError(
                 f"--link-latency-us {self.link_latency_us:g} is no latency", remedy="Give microseconds, 0 or more."

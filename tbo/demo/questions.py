@@ -1,29 +1,33 @@
-"""What each rank is asked: lists of different lengths, as ranks of a real service have."""
+"""What each rank is asked: lists of different lengths, as ranks of a real service have.
+
+Chosen among those whose answers are clear-cut: in every step of 24 tokens the best token leads the second best by
+more than 0.05, a thousand times the rounding differences between two orders of the same sums.
+"""
 
 from __future__ import annotations
 
 QUESTIONS = (
     (
         "What is the capital of France?",
-        "Name three colours.",
-        "What do bees make?",
-    ),
-    (
-        "Which planet is known as the Red Planet?",
-        "Write one sentence about the sea.",
         "What is the opposite of hot?",
+        "What is the boiling point of water?",
+    ),
+    (
+        "Where do penguins live?",
         "How many days are there in a week?",
+        "What is the chemical formula of water?",
+        "Who painted the Mona Lisa?",
     ),
     (
-        "What is water made of?",
-        "Who wrote Romeo and Juliet?",
+        "What is the capital of Japan?",
+        "What is a computer?",
     ),
     (
-        "What is the largest animal on Earth?",
-        "Name two fruits that are yellow.",
-        "What is ice?",
-        "In which season do leaves fall?",
-        "What does a clock show?",
+        "What is the capital of Italy?",
+        "Say hello in Spanish.",
+        "Name a fruit that is red.",
+        "What is the tallest mountain on Earth?",
+        "What colour is the sky?",
     ),
 )
 """One list for each rank."""

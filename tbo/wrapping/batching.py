@@ -5,30 +5,29 @@ Shapes: B sequences (rows), S positions a row in this step, H hidden size.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from tbo.batch import Phase, Reason, Split, split_at, split_rows, split_tokens
-from tbo.models.cache_rows import share_cache_by_tokens, split_cache, why_not_by_tokens, why_not_splittable
+from tbo.models.attention_cut import cache_among
+from tbo.models.cache_rows import (
+    buffer_length,
+    share_cache_by_tokens,
+    split_cache,
+    why_not_splittable,
+)
 from tbo.models.layer_arguments import RowCut, TokenCut, split_layer_kwargs, why_no_part
+from tbo.wrapping.one_row import CAUSAL_WITHOUT_MASK, OneRow, cache_name
 
 if TYPE_CHECKING:
     from tbo.models.layer import HuggingFaceLayer
 
 VERIFY_MOST_TOKENS = 8
 """Up to this many positions a row after a filled cache are speculative tokens to verify; more are a prompt chunk."""
-
-CAUSAL_WITHOUT_MASK = frozenset({"sdpa"})
-"""Attention implementations that take a missing mask as causal and aligned at the start of the keys."""
-
-TOKEN_SPLIT_ATTENTION = frozenset({"sdpa", "eager"})
-"""Attention implementations whose mask says all about who sees whom, so that one row can be cut between tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +87,7 @@ class Batching:
         layers: the ops of every decoder layer.
         first_sparse: index of the first layer that is run by sub-batches.
         sub_batches: how many.
-        attention: the model's attention implementation.
+        config: the decoder's configuration; its attention implementation may change between steps.
         like: a parameter of the model, for dtype and device of an idle rank's hidden states.
         hidden_tail: shape of one token's hidden states.
     """
@@ -99,16 +98,20 @@ class Batching:
         *,
         first_sparse: int,
         sub_batches: int,
-        attention: str,
+        config: Any,
         like: Tensor,
         hidden_tail: tuple[int, ...],
     ) -> None:
         self._layers = tuple(layers)
         self._first_sparse = first_sparse
         self._sub_batches = sub_batches
-        self._attention = attention
+        self._config = config
         self._like = like
         self._hidden_tail = hidden_tail
+
+    @property
+    def _attention(self) -> str:
+        return str(getattr(self._config, "_attn_implementation", "eager"))
 
     def empty_hidden(self) -> Tensor:
         """Hidden states of a sub-batch without tokens, ``[0, 1, H]``."""
@@ -117,22 +120,19 @@ class Batching:
     def describe(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> StepBatch:
         """What a step is, from the first layer's call. Computes the split."""
         batch_size, length = hidden_states.shape[:2]
-        cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+        cache = cache_among(kwargs)
         past = 0 if cache is None else int(cache.get_seq_length())
         phase = _phase(batch_size, length, past)
         split = split_rows(batch_size, self._sub_batches, tokens_per_row=length)
         by_tokens = packed = False
         why_whole = self._why_whole(cache, kwargs)
         if why_whole is None and batch_size == 1 and length > 1:
-            why_whole = self._why_not_by_tokens(cache, phase)
-            by_tokens = why_whole is None
-        if by_tokens:
-            lengths = _packed_lengths(kwargs, length) if cache is None else (length,)
-            split = split_tokens(lengths, self._sub_batches)
-            packed = len(lengths) > 1 and all(part.offset == 0 for part in split.parts)
-            if not packed and any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
-                by_tokens, why_whole = False, Reason.NOTHING_TO_SPLIT
-                split = split_rows(1, self._sub_batches, tokens_per_row=length)
+            cut = self._cut_of_one_row(kwargs, phase, length, past)
+            if isinstance(cut, Reason):
+                why_whole = cut
+            else:
+                split, packed = cut
+                by_tokens = True
         if why_whole is not None:
             split = split_tokens((0,), self._sub_batches) if batch_size == 0 else _all_in_first(split)
         return StepBatch(
@@ -147,25 +147,20 @@ class Batching:
         )
 
     def _why_whole(self, cache: Cache | None, kwargs: Mapping[str, Any]) -> Reason | None:
-        if why_no_part(kwargs) is not None:
+        if self._attention == "flex_attention" or why_no_part(kwargs) is not None:
             return Reason.ARGUMENT_NOT_SPLITTABLE
         if cache is not None and why_not_splittable(cache) is not None:
             return Reason.CACHE_NOT_SPLITTABLE
         return None
 
-    def _why_not_by_tokens(self, cache: Cache | None, phase: Phase) -> Reason | None:
-        """One row is only worth cutting in a prompt, and only where later tokens find earlier ones in the cache."""
+    def _cut_of_one_row(
+        self, kwargs: Mapping[str, Any], phase: Phase, length: int, past: int
+    ) -> tuple[Split, bool] | Reason:
+        """One row is only worth cutting in a prompt, and only where the attention of all layers allows it."""
         layers = self._layers[self._first_sparse :]
-        can = (
-            phase is Phase.PREFILL
-            and self._attention in TOKEN_SPLIT_ATTENTION
-            and all(layer.adapter.token_split for layer in layers)
-        )
-        if not can:
+        if phase is not Phase.PREFILL or not all(layer.adapter.token_split for layer in layers):
             return Reason.NOTHING_TO_SPLIT
-        if cache is not None and why_not_by_tokens(cache) is not None:
-            return Reason.CACHE_NOT_SPLITTABLE
-        return None
+        return OneRow(kwargs=kwargs, attention=self._attention, length=length, past=past).cut(self._sub_batches)
 
     def cut(
         self,
@@ -200,6 +195,8 @@ class Batching:
                 merge=lambda parts: parts[0],
             )
         cut, caches, finish = self._cut_and_caches(batch, hidden_states)
+        if batch.by_tokens and batch.cache is None and not batch.packed:
+            recorded = _with_cache(recorded, next(cache for cache in caches if cache is not None))
         memo: dict[tuple[str, int], list[Any]] = {}
         layer_kwargs: list[dict[nn.Module, Mapping[str, Any]]] = [{} for _ in range(count)]
         for layer, kwargs in zip(layers, recorded, strict=True):
@@ -220,18 +217,20 @@ class Batching:
         if not batch.by_tokens:
             rows = tuple(part.sequences for part in parts)
             caches = split_cache(batch.cache, rows, batch.batch_size, first_layer=self._first_sparse)
-            return RowCut(rows=rows, batch_size=batch.batch_size), caches.parts, caches.finish
-        cut = TokenCut(
+            cut = RowCut(rows=rows, batch_size=batch.batch_size, length=hidden_states.shape[1])
+            return cut, caches.parts, caches.finish
+        by_tokens = TokenCut(
             tokens=tuple(part.tokens for part in parts),
             past=batch.past,
+            buffer=buffer_length(batch.cache),
             shared=not batch.packed,
             fills_mask=self._attention in CAUSAL_WITHOUT_MASK,
             device=hidden_states.device,
         )
         if batch.packed:
-            return cut, [None] * len(parts), _nothing
+            return by_tokens, [None] * len(parts), _nothing
         shared = share_cache_by_tokens(batch.cache, [part.rows for part in parts])
-        return cut, shared.parts, shared.finish
+        return by_tokens, shared.parts, shared.finish
 
 
 def _nothing() -> None:
@@ -252,11 +251,6 @@ def _all_in_first(split: Split) -> Split:
     return split_at(split.lengths, [total] * (len(split.parts) - 1))
 
 
-def _packed_lengths(kwargs: Mapping[str, Any], length: int) -> tuple[int, ...]:
-    """Lengths of the sequences packed into one row: positions that do not go up by one begin a new sequence."""
-    positions = kwargs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[0] != 1:
-        return (length,)
-    starts = (torch.nonzero(positions[0].diff() != 1)[:, 0] + 1).tolist()
-    edges = [0, *starts, length]
-    return tuple(stop - start for start, stop in itertools.pairwise(edges))
+def _with_cache(recorded: Sequence[Mapping[str, Any]], cache: Cache) -> list[Mapping[str, Any]]:
+    """The layers' arguments with a cache that lives for this step only, so that later tokens find earlier ones."""
+    return [{**kwargs, name: cache} for kwargs in recorded if (name := cache_name(kwargs)) is not None]

@@ -6,8 +6,8 @@ names what would go wrong silently.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers.utils import output_capturing
 
 from tbo.batch import Reason
 from tbo.errors import WrapError
+from tbo.wrapping.hook import LayerHook
 
 if TYPE_CHECKING:
     from tbo.models.layer import HuggingFaceLayer
@@ -24,8 +25,22 @@ _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module would run hooks besides its forward."""
-    return any(getattr(module, table) for table in _HOOK_TABLES)
+    """Whether calling the module would run hooks besides its forward.
+
+    Those that transformers puts on every layer once outputs have been asked for do not count: they sleep.
+    """
+    tables = (getattr(module, table) for table in _HOOK_TABLES)
+    return any(not _is_recorder(hook) for table in tables if table for hook in table.values())
+
+
+def _is_recorder(hook: object) -> bool:
+    return getattr(hook, "__module__", None) == output_capturing.__name__
+
+
+def _recorded_outputs() -> Collection[str]:
+    """What transformers records in the call of the model that is running: "hidden_states", "attentions", ..."""
+    collector = getattr(output_capturing, "_active_collector", None)
+    return (None if collector is None else collector.get()) or ()
 
 
 def inline_reason(layers: Sequence[HuggingFaceLayer]) -> Reason | None:
@@ -34,8 +49,7 @@ def inline_reason(layers: Sequence[HuggingFaceLayer]) -> Reason | None:
     Hooks on a layer, and transformers' recording of hidden states, attentions and router logits, see each layer's
     result as it returns; deferred layers return nothing of worth.
     """
-    collector = getattr(output_capturing, "_active_collector", None)
-    if collector is not None and collector.get():
+    if _recorded_outputs():
         return Reason.OUTPUTS_CAPTURED
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:  # noqa: SLF001 - no public way to ask
         return Reason.LAYER_HOOKS
@@ -58,6 +72,54 @@ def refuse_silent_hooks(layers: Sequence[HuggingFaceLayer]) -> None:
                 )
 
 
+def refuse_unrecordable(layers: Sequence[HuggingFaceLayer]) -> None:
+    """Refuses to record what only the forward of a module that is cut into ops would return.
+
+    Raises:
+        WrapError: names the output and the module.
+    """
+    recorded = _recorded_outputs()
+    if not recorded:
+        return
+    for name, module in (pair for layer in layers for pair in _bypassed(layer)):
+        for hook in module._forward_hooks.values():  # noqa: SLF001 - no public way to ask
+            output = _output_of(hook) if _is_recorder(hook) else None
+            if output in recorded:
+                raise WrapError(
+                    f"output_{output} is recorded from {name} ({type(module).__name__}), whose forward is cut into ops"
+                    " where experts are spread over ranks",
+                    remedy=f"Call the model without output_{output}=True, or record it on one rank.",
+                )
+
+
+def _output_of(hook: Any) -> str:
+    """Which output one of transformers' recorders is for; it keeps that in its closure."""
+    names = hook.__code__.co_freevars
+    return str(hook.__closure__[names.index("key")].cell_contents) if "key" in names else ""
+
+
+def refuse_foreign_forwards(layers: Sequence[HuggingFaceLayer]) -> None:
+    """Refuses modules on whose instance other software has put a forward, because the ops would call past it.
+
+    Raises:
+        WrapError: names the layer and module.
+    """
+    for index, layer in enumerate(layers):
+        for name, module in (("", layer.layer), *_bypassed(layer)):
+            forward = vars(module).get("forward")
+            if isinstance(forward, LayerHook):
+                raise WrapError(
+                    f"layer {index} is already wrapped, through another model that has it",
+                    remedy="Call unwrap() on that model's handle first.",
+                )
+            if forward is not None:
+                raise WrapError(
+                    f"layer {index}: {name or 'the layer'} ({type(module).__name__}) already has a forward of its own,"
+                    " put on by other software",
+                    remedy="Unwrap or remove that first; tbo would call past it.",
+                )
+
+
 def _bypassed(layer: HuggingFaceLayer) -> Iterator[tuple[str, nn.Module]]:
     attention = layer.adapter.attention_module()
     yield "attention", attention
@@ -66,18 +128,19 @@ def _bypassed(layer: HuggingFaceLayer) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_offloading(layers: Sequence[HuggingFaceLayer]) -> None:
-    """Refuses layers that accelerate moves between devices around their forward.
+    """Refuses layers that accelerate moves between devices, whole or module by module, around their forward.
 
     Raises:
-        WrapError: names the layer.
+        WrapError: names the layer and module.
     """
     for index, layer in enumerate(layers):
-        if getattr(layer.layer, "_hf_hook", None) is not None:
-            raise WrapError(
-                f"layer {index} carries an accelerate hook that moves its weights around its forward, which the ops"
-                " do not call",
-                remedy="Load the model without device_map dispatch of whole layers.",
-            )
+        for name, module in layer.layer.named_modules():
+            if getattr(module, "_hf_hook", None) is not None:
+                raise WrapError(
+                    f"layer {index}: {name or 'the layer'} ({type(module).__name__}) carries an accelerate hook that"
+                    " moves weights around its forward, which the ops do not call",
+                    remedy="Load the model onto one device: without offloading, and without a device_map over several.",
+                )
 
 
 def refuse_mixed_devices(layers: Sequence[HuggingFaceLayer]) -> torch.device:
@@ -105,20 +168,33 @@ def refuse_mixed_devices(layers: Sequence[HuggingFaceLayer]) -> torch.device:
     return device
 
 
-def refuse_training(hidden_states: Tensor, *, across_ranks: bool, layers: Sequence[HuggingFaceLayer]) -> bool:
-    """Training: on one rank it works, with checkpointing through plain layers; across ranks it is refused.
+def checkpoints(layers: Sequence[HuggingFaceLayer]) -> bool:
+    """Whether gradient checkpointing will compute some layer's forward again, alone, in the backward pass."""
+    return any(recomputes(layer.layer) for layer in layers)
 
-    Returns:
-        Whether the step must use the plain layers because of gradient checkpointing.
+
+def recomputes(layer: nn.Module) -> bool:
+    """Whether gradient checkpointing is on in this layer."""
+    return layer.training and bool(getattr(layer, "gradient_checkpointing", False))
+
+
+def refuse_training(hidden_states: Tensor, layers: Sequence[HuggingFaceLayer]) -> None:
+    """Refuses a step that gradients would have to cross ranks in.
 
     Raises:
-        WrapError: gradients would have to cross ranks.
+        WrapError: gradients or gradient checkpointing are on.
     """
-    wants_gradients = torch.is_grad_enabled() and hidden_states.requires_grad
-    if across_ranks and wants_gradients:
+    if checkpoints(layers):
+        raise WrapError(
+            "gradient checkpointing is on in a model whose experts are spread over ranks",
+            remedy="Call model.eval(); training across ranks is not served.",
+        )
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or _has_trained_parameters(layers)):
         raise WrapError(
             "gradients are enabled on a model whose experts are spread over ranks; they would stop at the exchange",
             remedy="Call the model under torch.no_grad(); training across ranks is not served.",
         )
-    first = layers[0].layer
-    return bool(getattr(first, "gradient_checkpointing", False)) and first.training
+
+
+def _has_trained_parameters(layers: Sequence[HuggingFaceLayer]) -> bool:
+    return any(parameter.requires_grad for layer in layers for parameter in layer.layer.parameters())

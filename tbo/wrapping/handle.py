@@ -87,7 +87,8 @@ class Handle:
     def explain(self) -> str:
         """What was set up, and whether the last step overlapped, how much was hidden, and if not, why not."""
         lines = list(self.notes)
-        lines.append("no step has run yet" if self.last is None else str(self.last))
+        if self._runner is not None:
+            lines.append("no step has run yet" if self.last is None else str(self.last))
         return "\n".join(lines)
 
     def __enter__(self) -> Self:

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from tbo.wrapping.step import StepRunner
 
 
+def by_name(signature: inspect.Signature, args: tuple[Any, ...]) -> dict[str, Any]:
+    """A layer's positional arguments behind the hidden states, by name."""
+    names = list(signature.parameters)[1 : 1 + len(args)]
+    return dict(zip(names, args, strict=True))
+
+
 class LayerHook:
     """Hands each call of one layer to the step runner.
 
@@ -21,31 +27,33 @@ class LayerHook:
     """
 
     def __init__(self, runner: StepRunner, index: int, layer: nn.Module) -> None:
-        if "forward" in vars(layer):
-            raise WrapError(
-                f"layer {index} ({type(layer).__name__}) already has a forward of its own, put on by other software",
-                remedy="Unwrap or remove that first; tbo would call past it.",
-            )
         self._runner = runner
         self._index = index
         self._original = type(layer).forward
         self._layer = layer
+        self._installed = False
         self.__signature__ = inspect.signature(self._original.__get__(layer))
 
     def install(self) -> None:
         """Puts the hook on the layer's instance."""
+        self._installed = True
         self._layer.forward = self
 
     def remove(self) -> None:
-        """Takes it off; the class's own forward shows again."""
+        """Takes it off; the class's own forward shows again.
+
+        Software that has wrapped the hook since keeps it, and then reaches the class's own forward through it.
+        """
+        self._installed = False
         if vars(self._layer).get("forward") is self:
             del self._layer.forward
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Called as the layer's forward."""
         if args:
-            names = list(self.__signature__.parameters)[1 : 1 + len(args)]
-            kwargs = dict(zip(names, args, strict=True)) | kwargs
+            kwargs = by_name(self.__signature__, args) | kwargs
+        if not self._installed:
+            return self.original(hidden_states, kwargs)
         return self._runner.layer(self._index, hidden_states, kwargs)
 
     def original(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 from torch import nn
 
-from tbo.batch import MAX_SUB_BATCHES, Overlap
+from tbo.batch import MAX_SUB_BATCHES, Overlap, Thresholds
 from tbo.core import Instrument
 from tbo.errors import WrapError
 from tbo.ops.link import Link
@@ -33,13 +33,39 @@ def disabled() -> bool:
 
 
 def check_options(
-    model: Any, *, sub_batches: Any, overlap: Any, order: Any, link: Any, timeout: Any, instruments: Sequence[Any]
+    model: Any,
+    *,
+    sub_batches: Any,
+    overlap: Any,
+    order: Any,
+    link: Any,
+    timeout: Any,
+    instruments: Any,
+    thresholds: Any,
 ) -> None:
     """Checks the plain options of `tbo.wrap`.
 
     Raises:
         WrapError: names the option, its value and what it may be.
     """
+    _check_model_and_switches(model, sub_batches, overlap, order)
+    if link is not None and not isinstance(link, Link):
+        raise WrapError(
+            f"link is a {type(link).__name__}", remedy="Pass tbo.Link(gigabytes_per_second, latency=seconds) or None."
+        )
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or not math.isfinite(timeout) or timeout <= 0:
+        raise WrapError(f"timeout={timeout!r}", remedy="Give a number of seconds above 0.")
+    if thresholds is not None and not isinstance(thresholds, Thresholds):
+        raise WrapError(f"thresholds is a {type(thresholds).__name__}", remedy="Pass tbo.Thresholds(...) or None.")
+    if not isinstance(instruments, Sequence):
+        raise WrapError(f"instruments is a {type(instruments).__name__}", remedy="Pass a list of instruments.")
+    for instrument in instruments:
+        if not isinstance(instrument, Instrument):
+            raise WrapError(f"instruments holds a {type(instrument).__name__}", remedy="Derive it from tbo.Instrument.")
+
+
+def _check_model_and_switches(model: Any, sub_batches: Any, overlap: Any, order: Any) -> None:
     if not isinstance(model, nn.Module):
         raise WrapError(f"model is a {type(model).__name__}", remedy="Pass a transformers model (a torch.nn.Module).")
     if isinstance(sub_batches, bool) or not isinstance(sub_batches, int) or not 1 <= sub_batches <= MAX_SUB_BATCHES:
@@ -48,15 +74,6 @@ def check_options(
         raise WrapError(f"overlap={overlap!r}", remedy=f"Use one of {', '.join(map(repr, get_args(Overlap)))}.")
     if order not in ("interleaved", "sequential"):
         raise WrapError(f"order={order!r}", remedy="Use 'interleaved' or 'sequential'.")
-    if link is not None and not isinstance(link, Link):
-        raise WrapError(
-            f"link is a {type(link).__name__}", remedy="Pass tbo.Link(gigabytes_per_second, latency=seconds) or None."
-        )
-    if not isinstance(timeout, int | float) or not math.isfinite(timeout) or timeout <= 0:
-        raise WrapError(f"timeout={timeout!r}", remedy="Give a number of seconds above 0.")
-    for instrument in instruments:
-        if not isinstance(instrument, Instrument):
-            raise WrapError(f"instruments holds a {type(instrument).__name__}", remedy="Derive it from tbo.Instrument.")
 
 
 def world_size_of(ep_group: Any) -> int:

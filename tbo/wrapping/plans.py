@@ -46,7 +46,7 @@ class PlanBook:
         self._schedules = dict(schedules)
         self._order: OrderName = order
         self._limits = dict(limits)
-        self._steps: dict[tuple[str, int], Plan] = {}
+        self._steps: dict[tuple[Schedule, int], Plan] = {}
         self._singles: dict[int, Plan] = {}
         self.first_sparse = next(index for index, layer in enumerate(self._layers) if layer.is_sparse)
         plans = [self.steps(phase, sub_batches) for phase in self._schedules] + [self.steps(Phase.PREFILL, 1)]
@@ -56,10 +56,10 @@ class PlanBook:
     def steps(self, phase: Phase, sub_batches: int) -> Plan:
         """The plan of all layers from the first sparse one on. An un-split step has one order, whatever its phase."""
         schedule = self._schedules[phase] if sub_batches > 1 else PREFILL
-        key = (schedule.name, sub_batches)
+        key = (schedule, sub_batches)
         if key not in self._steps:
             self._steps[key] = compile_plan(
-                layers_ops(self._layers[self.first_sparse :], schedule),
+                layers_ops(self._layers[self.first_sparse :], schedule, first=self.first_sparse),
                 inputs=INPUTS,
                 outputs=("hidden_states",),
                 carries=CARRIES,
@@ -74,7 +74,7 @@ class PlanBook:
         """The un-split plan of one layer, for layers that must finish before the next is called."""
         if index not in self._singles:
             self._singles[index] = compile_plan(
-                layers_ops([self._layers[index]], PREFILL),
+                layers_ops([self._layers[index]], PREFILL, first=index),
                 inputs=INPUTS,
                 outputs=("hidden_states", "carried_topk"),
                 carries=CARRIES,

@@ -9,6 +9,7 @@ Shapes: T tokens, H hidden size, K experts a token.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from tbo.core import Pending, compile_plan, run
-from tbo.errors import UnsupportedModelError
+from tbo.errors import UnsupportedModelError, WrapError
 from tbo.models.layer import CARRIES, INPUTS, HuggingFaceLayer
 from tbo.models.orders import PREFILL, layers_ops
 from tbo.models.parts import Decoder
 from tbo.ops.communication_stats import CommunicationStats
 from tbo.ops.dispatch import Limits, Received, Ticket
 from tbo.ops.local import LocalDispatcher
+from tbo.wrapping.hook import by_name
 
 ROWS, POSITIONS = 2, 5
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -81,22 +83,24 @@ def self_check(decoder: Decoder, layers: Sequence[HuggingFaceLayer], *, num_expe
         One sentence on what was compared.
 
     Raises:
-        UnsupportedModelError: a layer's ops give another result than the layer.
+        UnsupportedModelError: a layer's ops give another result than the layer, or the model does not call it.
+        WrapError: a layer's own result is not a number.
     """
     chosen = _one_of_each_kind(layers)
     dispatcher = NoExperts() if sharded else LocalDispatcher(num_experts=num_experts)
-    worst = 0.0
+    differences: dict[int, float] = {}
 
     def probe(index: int) -> Any:
         layer = layers[index]
         own_forward = type(layer.layer).forward
+        signature = inspect.signature(own_forward.__get__(layer.layer))
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            nonlocal worst
-            if index not in chosen or args:
+            kwargs = by_name(signature, args) | kwargs
+            if index not in chosen:
                 return layer.adapter.layer_output(hidden_states, kwargs.get("prev_topk_indices"))
             expected = own_forward(layer.layer, hidden_states, **kwargs)
-            worst = max(worst, _compare(index, layer, hidden_states, kwargs, expected, dispatcher))
+            differences[index] = _compare(index, layer, hidden_states, kwargs, expected, dispatcher)
             return expected
 
         return forward
@@ -106,15 +110,21 @@ def self_check(decoder: Decoder, layers: Sequence[HuggingFaceLayer], *, num_expe
         vocabulary = int(getattr(decoder.config, "vocab_size", ROWS * POSITIONS))
         ids = (torch.arange(ROWS * POSITIONS, device=device) % vocabulary).reshape(ROWS, POSITIONS)
         decoder.base(input_ids=ids, use_cache=False)
+    if missed := chosen - differences.keys():
+        raise UnsupportedModelError(
+            f"{type(decoder.base).__name__} does not call its layer {min(missed)} in its forward",
+            remedy="Leave this model unwrapped; its layers are not run one after another.",
+        )
+    worst = max(differences.values())
     what = "all but the routed experts, which are spread over ranks" if sharded else "whole layers"
     return f"self-check: {len(chosen)} kinds of layer equal their ops ({what}; largest relative difference {worst:.1e})"
 
 
 def _one_of_each_kind(layers: Sequence[HuggingFaceLayer]) -> set[int]:
-    seen: dict[tuple[object, ...], int] = {}
+    """Layers made of other classes, somewhere inside, are of other kinds: a release or a user may mix them."""
+    seen: dict[tuple[tuple[str, type], ...], int] = {}
     for index, layer in enumerate(layers):
-        kind = (type(layer.layer), layer.is_sparse, layer.has_shared, type(layer.adapter.attention_module()))
-        seen.setdefault(kind, index)
+        seen.setdefault(tuple((name, type(module)) for name, module in layer.layer.named_modules()), index)
     return set(seen.values())
 
 
@@ -132,9 +142,14 @@ def _compare(
     }
     actual = run(plan, [state])[0]["hidden_states"]
     wanted = expected[0] if isinstance(expected, tuple) else expected
+    if not bool(wanted.isfinite().all()):
+        raise WrapError(
+            f"layer {index} ({type(layer.layer).__name__}) gives NaN or infinity for a plain row of tokens",
+            remedy="Look for such values in its weights, or use a wider dtype.",
+        )
     scale = float(wanted.abs().max()) or 1.0
     difference = float((actual - wanted).abs().max()) / scale if actual.shape == wanted.shape else float("inf")
-    if not difference <= TOLERANCE.get(wanted.dtype, 1e-2):  # also true for NaN
+    if not difference <= TOLERANCE.get(wanted.dtype, 1e-2):  # also true if only the ops give NaN
         raise UnsupportedModelError(
             f"layer {index} ({type(layer.layer).__name__}) and its ops differ by {difference:.1e} of its largest value",
             remedy="Do not use tbo with this model and transformers release; please report both.",

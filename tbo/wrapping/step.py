@@ -7,7 +7,9 @@ untouched, and the last layer's call runs them all as one plan.
 
 from __future__ import annotations
 
+import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,7 @@ class _Step:
     mark: CacheMark | None
     began: float
     first_hidden: Tensor
+    thread: int
     recorded: list[dict[str, Any]] = field(default_factory=list)
     next_layer: int = 0
 
@@ -97,6 +100,8 @@ class StepRunner:
                 f"layer {index} was called while a step of the same model is running",
                 remedy="Do not call the model from an instrument, a hook or another thread; wrap a second model.",
             )
+        if guards.recomputes(self.layers[index].layer) and torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - torch's own checkpointing asks it, too
+            return self.hooks[index].original(hidden_states, kwargs)  # in the backward pass, of a plain step
         try:
             return self._layer(index, hidden_states, kwargs)
         except BaseException as error:
@@ -111,7 +116,12 @@ class StepRunner:
             expected = "no step has begun" if step is None else f"layer {step.next_layer} is next"
             raise WrapError(
                 f"layer {index} was called out of turn ({expected})",
-                remedy="Call the whole model; for single layers or recomputation unwrap it first.",
+                remedy="Call the whole model, and not from within itself; to call single layers, unwrap it first.",
+            )
+        if step.thread != threading.get_ident():
+            raise WrapError(
+                f"layer {index} was called by another thread than the layers before it",
+                remedy="Call a wrapped model from one thread at a time; wrap a second model for another.",
             )
         step.next_layer += 1
         last = index == len(self.layers) - 1
@@ -138,10 +148,12 @@ class StepRunner:
                 remedy="Look at the error that call raised; the process group cannot be used again.",
             )
         guards.refuse_silent_hooks(self.layers)
-        plain_only = guards.refuse_training(hidden_states, across_ranks=self._peers is not None, layers=self.layers)
-        inline = guards.inline_reason(self.layers)
+        if self._peers is not None:
+            guards.refuse_training(hidden_states, self.layers)
+            guards.refuse_unrecordable(self.layers)
+        inline = Reason.TRAINING if guards.checkpoints(self.layers) else guards.inline_reason(self.layers)
         batch = self._batching.describe(hidden_states, kwargs)
-        outcome = self._voting.vote(batch, must_run_inline=Reason.TRAINING if plain_only else inline)
+        outcome = self._voting.vote(batch, must_run_inline=inline)
         if outcome.engaged:
             mode = Mode.DEFERRED
         elif self._peers is not None:  # the experts are sharded, so the model's own sparse layers would be wrong
@@ -151,7 +163,7 @@ class StepRunner:
         mark = remember(batch.cache) if batch.cache is not None and mode is not Mode.PLAIN else None
         for dispatcher in self._dispatchers:
             dispatcher.stats.reset()
-        return _Step(mode, batch, outcome, mark, began, hidden_states)
+        return _Step(mode, batch, outcome, mark, began, hidden_states, threading.get_ident())
 
     def _hidden_of(self, output: Any) -> Tensor:
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
@@ -269,5 +281,7 @@ class StepRunner:
         step, self._step = self._step, None
         if step is not None and step.mark is not None:
             restore(step.mark)
+        if step is not None and step.mode is not Mode.PLAIN:
+            traceback.clear_frames(error.__traceback__)  # whoever keeps the error must not keep the step's tensors
         if self._peers is not None and not isinstance(error, PeerError):
             self._peers.fail(error)

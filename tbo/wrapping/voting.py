@@ -30,15 +30,24 @@ class Voting:
         sub_batches: of an overlapped step.
         overlap: the user's option.
         thresholds: for ``"auto"``.
+        disabled: the environment turns overlap off, whatever the option.
         fingerprint: of all candidate plans.
         peers: the other ranks, or None on one rank.
     """
 
     def __init__(
-        self, *, sub_batches: int, overlap: Overlap, thresholds: Thresholds, fingerprint: int, peers: Peers | None
+        self,
+        *,
+        sub_batches: int,
+        overlap: Overlap,
+        thresholds: Thresholds,
+        disabled: bool,
+        fingerprint: int,
+        peers: Peers | None,
     ) -> None:
         self._sub_batches = sub_batches
-        self._overlap: Overlap = overlap
+        self._overlap: Overlap = "never" if disabled else overlap
+        self._why_never = Reason.DISABLED if disabled else Reason.POLICY_NEVER
         self._thresholds = thresholds
         self._plans = (fingerprint,)
         self._peers = peers
@@ -61,7 +70,9 @@ class Voting:
         )
         if must_run_inline is not None:
             reason = must_run_inline
-        elif batch.why_whole is not None and wants is not Wants.NEVER:
+        elif wants is Wants.NEVER:
+            reason = self._why_never
+        elif batch.why_whole is not None:
             wants, reason = Wants.IF_OTHERS, batch.why_whole
         return self._decide(
             Vote(

@@ -86,6 +86,7 @@ def wrap(  # noqa: PLR0913 - the fixed public signature
         link=link,
         timeout=timeout,
         instruments=instruments,
+        thresholds=thresholds,
     )
     options = _Options(
         dispatcher=dispatcher,
@@ -94,7 +95,7 @@ def wrap(  # noqa: PLR0913 - the fixed public signature
         link=link,
         timeout=timeout,
         instruments=tuple(instruments),
-        schedules=check_schedules(schedules or {}),
+        schedules=check_schedules({} if schedules is None else schedules),
         order=order,
         thresholds=thresholds or Thresholds(),
     )
@@ -114,6 +115,7 @@ class _Options:
     schedules: Mapping[Phase, Schedule]
     order: OrderName
     thresholds: Thresholds
+    disabled: bool = False
 
 
 def _wrap(model: nn.Module, ep_group: dist.ProcessGroup | None, options: _Options) -> Handle:
@@ -151,7 +153,7 @@ def _assemble(
         if not sharded:
             notes = (f"{DISABLE_VARIABLE}=1: tbo is off, the model runs its own code",)
             return Handle(model, None, leaving=None, peers=peers, notes=notes)
-        options = replace(options, overlap="never")
+        options = replace(options, disabled=True)
     layers = _layers_as_ops(model, decoder)
     num_experts = total_experts(next(layer for layer in layers if layer.is_sparse).adapter.moe.experts)
     found = [self_check(decoder, layers, num_experts=num_experts, sharded=sharded)]
@@ -195,6 +197,7 @@ def _runner(
             sub_batches=options.sub_batches,
             overlap=options.overlap,
             thresholds=options.thresholds,
+            disabled=options.disabled,
             fingerprint=plans.fingerprint,
             peers=peers,
         ),
@@ -216,6 +219,7 @@ def _layers_as_ops(model: nn.Module, decoder: Decoder) -> list[HuggingFaceLayer]
             remedy="Wrap a mixture-of-experts model; a dense one has no expert communication to hide.",
         )
     guards.refuse_offloading(layers)
+    guards.refuse_foreign_forwards(layers)
     guards.refuse_mixed_devices(layers)
     guards.refuse_silent_hooks(layers)
     return layers
@@ -238,7 +242,7 @@ def _batching(decoder: Decoder, layers: Sequence[HuggingFaceLayer], plans: PlanB
         layers,
         first_sparse=plans.first_sparse,
         sub_batches=sub_batches,
-        attention=str(getattr(decoder.config, "_attn_implementation", "eager")),
+        config=decoder.config,
         like=next(layers[0].layer.parameters()),
         hidden_tail=_hidden_tail(decoder, layers[plans.first_sparse]),
     )
