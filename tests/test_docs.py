@@ -234,7 +234,7 @@ def test_every_reason_has_its_code_and_text() -> None:
 def test_reasons_marked_as_unused_by_wrap_are() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tbo" / "wrapping").glob("*.py"))
     unused = {name for name, _, _, mark in rows("docs/batch.md", "code") if mark == "-"}
-    assert unused == {"DISABLED", "OVER_A_LIMIT", "CANNOT_SPLIT", "PREFIX_READ"}
+    assert unused == {"OVER_A_LIMIT", "CANNOT_SPLIT", "PREFIX_READ"}
     assert not [name for name in unused if f"Reason.{name}" in code]
     assert "prefix_reads" not in code
 

@@ -273,9 +273,12 @@ def make_and_close_groups() -> list[str]:
         with pytest.raises(PeerError, match="closed its expert-parallel groups"):
             peers.check()
     Peers(None, sub_batches=1, timeout=5.0).gather([1])
-    # Let go without closing, that one's heartbeat is over too; this one's ends with the process.
+    # Let go without closing, that one's heartbeat ends too, once all ranks have left; this one's ends with the process.
     kept = Peers(None, sub_batches=1, timeout=5.0)
     kept.gather([1])
+    deadline = time.monotonic() + 5
+    while threading.active_count() > 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("tbo")]
 
 

@@ -42,11 +42,11 @@ def random_sleeps(seed: int, longest: float = 4e-4) -> list[Instrument]:
 
 
 def record_exchanges(handle: Handle) -> list[str]:
-    """A list that grows with every collective the handle's rank starts: the name of its group."""
+    """A list that grows with every collective the handle's rank starts: v for a vote, else the sub-batch's number."""
     peers = handle._peers
     assert peers is not None
     started: list[str] = []
-    names = {id(peers.control): "vote"} | {id(group): f"sub-batch {index}" for index, group in enumerate(peers.data)}
+    names = {id(peers.control): "v"} | {id(group): str(index) for index, group in enumerate(peers.data)}
     start = peers.exchange
 
     def recorded(group: Any, *args: Any) -> Any:

@@ -160,7 +160,7 @@ def _how_measured(results: Sequence[RankResult], options: DemoOptions, threads: 
         f"{options.ranks} ranks on this machine, {threads} thread{'s' if threads > 1 else ''} each; tokens a step:"
         f" {tokens}. The link is modelled, not measured: {options.link_gbps:g} GB/s each way,"
         f" {options.link_latency_us:g} us a transfer. A step's time is that of the rank that took longest;"
-        f" {steps} steps of each kind, the two wrapped ones by turns. The plain model holds all experts on every rank"
+        f" {steps} steps of each kind, by turns. The plain model holds all experts on every rank"
         " and sends nothing."
     )
 

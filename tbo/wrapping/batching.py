@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from tbo.batch import Phase, Reason, Split, split_at, split_rows, split_tokens
 from tbo.models.attention_cut import cache_among
@@ -121,7 +121,7 @@ class Batching:
         """What a step is, from the first layer's call. Computes the split."""
         batch_size, length = hidden_states.shape[:2]
         cache = cache_among(kwargs)
-        past = 0 if cache is None else int(cache.get_seq_length())
+        past = 0 if cache is None else _cached_positions(cache)
         phase = _phase(batch_size, length, past)
         split = split_rows(batch_size, self._sub_batches, tokens_per_row=length)
         by_tokens = packed = False
@@ -235,6 +235,14 @@ class Batching:
 
 def _nothing() -> None:
     """The cache needs no finishing."""
+
+
+def _cached_positions(cache: Cache) -> int:
+    """Positions before this step. Layers of linear attention may keep none: MiniMax has one first of all."""
+    first = int(cache.get_seq_length())
+    if first > 0:
+        return first
+    return max((int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, CacheLayerMixin)), default=0)
 
 
 def _phase(batch_size: int, length: int, past: int) -> Phase:

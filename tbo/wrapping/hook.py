@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from tbo.errors import WrapError
@@ -27,7 +28,8 @@ class LayerHook:
     """
 
     def __init__(self, runner: StepRunner, index: int, layer: nn.Module) -> None:
-        self._runner = runner
+        # torch.compile breaks its graph here: what a step does depends on votes, caches and clocks.
+        self._run = torch.compiler.disable(runner.layer)
         self._index = index
         self._original = type(layer).forward
         self._layer = layer
@@ -54,7 +56,7 @@ class LayerHook:
             kwargs = by_name(self.__signature__, args) | kwargs
         if not self._installed:
             return self.original(hidden_states, kwargs)
-        return self._runner.layer(self._index, hidden_states, kwargs)
+        return self._run(self._index, hidden_states, kwargs)
 
     def original(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:
         """The layer's own forward."""

@@ -1,0 +1,38 @@
+"""What the tests of a wrapped model on one rank share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from tbo import StepReport
+from tbo.wrapping.handle import Handle
+
+
+def report(handle: Handle) -> StepReport:
+    """What the last step did; there must have been one."""
+    assert handle.last is not None
+    return handle.last
+
+
+def cache_of(output: Any) -> Cache:
+    """A model output's cache: ``past_key_values`` up to transformers 5.23, ``cache`` from 5.24."""
+    cache = getattr(output, "cache", None)
+    found: Cache = output.past_key_values if cache is None else cache
+    return found
+
+
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """The cache as a keyword argument of the model's forward."""
+    names = type(model).forward.__wrapped__.__code__.co_varnames if hasattr(type(model).forward, "__wrapped__") else ()
+    return {"cache" if "cache" in names else "past_key_values": cache}
+
+
+@torch.no_grad()
+def hidden(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    """Last hidden states of one call of the decoder."""
+    found: Tensor = model.model(ids, **kwargs).last_hidden_state
+    return found
