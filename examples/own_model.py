@@ -1,4 +1,4 @@
-"""Your own mixture-of-experts model in 40 lines: on one rank, or `torchrun --nproc-per-node 2 examples/own_model.py`."""
+"""Your own mixture-of-experts model in 40 lines; `torchrun --nproc-per-node 2 examples/own_model.py` for two ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Layer:
 
     @tbo.op(writes="hidden_states", waits="combine")
     def op_combine_b(self, combine: Any, dispatcher: Any, hidden_states: Tensor) -> Tensor:
-        return hidden_states + dispatcher.combine_b(combine)
+        return hidden_states.add(dispatcher.combine_b(combine))
 
 
 def main() -> Tensor:

@@ -1,4 +1,4 @@
-"""Wraps a Hugging Face mixture-of-experts model: one rank, or `torchrun --nproc-per-node 2 examples/wrap_a_model.py`."""
+"""Wraps a Hugging Face model; `torchrun --nproc-per-node 2 examples/wrap_a_model.py` for two ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def main() -> list[list[int]]:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
         num_experts=8,
         num_experts_per_tok=2,
         pad_token_id=0,

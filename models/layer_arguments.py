@@ -116,7 +116,7 @@ class TokenCut:
         _check_positional(name, tensor, self.tokens[-1].stop)
         return tensor[:, self.tokens[part]]
 
-    def _mask(self, name: str, mask: Tensor | None, part: slice) -> Tensor | None:
+    def _mask(self, name: str, mask: Any, part: slice) -> Any:
         if mask is None:
             return self._causal_mask(part) if self._needs_mask(part) else None
         if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):

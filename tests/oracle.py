@@ -39,7 +39,7 @@ def even_rows(batch_size: int, parts: int) -> list[slice]:
 def plain_by_parts(model: PreTrainedModel, rows: Sequence[slice]) -> Iterator[None]:
     """Every call of the model runs its sparse layers on each part of the rows by itself."""
     first = first_sparse_layer(model)
-    layers: Any = model.model.layers  # type: ignore[union-attr]
+    layers: Any = model.model.layers
     caches = [DynamicCache(config=model.config) for _ in rows]
     batch_size = rows[-1].stop
 

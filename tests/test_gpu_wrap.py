@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,7 +22,8 @@ FAMILIES = ("qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss", "glm4_moe", "olmoe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_and_decode_equal_the_plain_model_on_each_part(family: str, dtype: torch.dtype) -> None:
-    model = build(family, dtype=dtype).cuda()
+    model: Any = build(family, dtype=dtype)
+    model.cuda()
     ids, mask, following = (tensor.cuda() for tensor in case())
     expected = expected_of_steps(model, ids, mask, following, even_rows(5, 2))
     with tbo.wrap(model, overlap="always") as handle:
@@ -32,7 +35,8 @@ def test_prefill_and_decode_equal_the_plain_model_on_each_part(family: str, dtyp
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_gives_the_plain_models_tokens(family: str) -> None:
-    model = build(family).cuda()
+    model: Any = build(family)
+    model.cuda()
     ids, mask, _ = (tensor.cuda() for tensor in case())
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(ids, attention_mask=mask, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def cache_of(output: Any) -> Cache:
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     """The cache as a keyword argument of the model's forward."""
-    names = type(model).forward.__wrapped__.__code__.co_varnames if hasattr(type(model).forward, "__wrapped__") else ()
+    names = inspect.signature(type(model).forward).parameters
     return {"cache" if "cache" in names else "past_key_values": cache}
 
 

@@ -56,8 +56,9 @@ class Handle:
     def finish(self) -> None:
         """Serves the other ranks until all have finished. For hand-written loops over ``model(...)``.
 
-        Every rank calls it when it will not call the model again; it returns when all have. On one rank it does
-        nothing. `generate` serves by itself, so ranks that call it equally often need no `finish`.
+        Collective, like a barrier: every rank calls it once its part of the work is over, also one that had none, and
+        it returns when all have. Then another round of work may follow. Leaving a ``with`` block calls it once more. On
+        one rank it does nothing. `generate` serves by itself, so ranks that call it equally often need no `finish`.
 
         Raises:
             PeerError: another rank failed, died or fell silent.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -31,7 +32,7 @@ class LayerHook:
         # torch.compile breaks its graph here: what a step does depends on votes, caches and clocks.
         self._run = torch.compiler.disable(runner.layer)
         self._index = index
-        self._original = type(layer).forward
+        self._original: Callable[..., Any] = type(layer).forward
         self._layer = layer
         self._installed = False
         self.__signature__ = inspect.signature(self._original.__get__(layer))

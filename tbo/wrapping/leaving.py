@@ -34,7 +34,6 @@ class Leaving:
         self._runner = runner
         self._peers = peers
         self._depth = 0
-        self._finished_after: int | None = None
 
     def install(self) -> None:
         """Puts the serving `generate` on the instance; a model without `generate` is left alone."""
@@ -72,7 +71,5 @@ class Leaving:
                 return
 
     def finish(self) -> None:
-        """Serves until every rank has finished. Called again without a step between, it returns at once."""
-        if self._finished_after != self._runner.own_steps:
-            self._serve(finished=True)
-            self._finished_after = self._runner.own_steps
+        """Serves until every rank has finished. Collective: a rank cannot know whether the others ran steps since."""
+        self._serve(finished=True)

@@ -117,7 +117,8 @@ def self_check(decoder: Decoder, layers: Sequence[HuggingFaceLayer], *, num_expe
         )
     worst = max(differences.values())
     what = "all but the routed experts, which are spread over ranks" if sharded else "whole layers"
-    return f"self-check: {len(chosen)} kinds of layer equal their ops ({what}; largest relative difference {worst:.1e})"
+    equal = "1 kind of layer equals its ops" if len(chosen) == 1 else f"{len(chosen)} kinds of layer equal their ops"
+    return f"self-check: {equal} ({what}; largest relative difference {worst:.1e})"
 
 
 def _one_of_each_kind(layers: Sequence[HuggingFaceLayer]) -> set[int]:

@@ -89,7 +89,6 @@ class StepRunner:
         self._step: _Step | None = None
         self._running = False
         self._count = 0
-        self.own_steps = 0
         self._first_sparse = plans.first_sparse
         self.notes = tuple(f"warning: {warning}" for warning in plans.warnings)
 
@@ -139,7 +138,6 @@ class StepRunner:
 
     def _begin(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> _Step:
         began = time.perf_counter()
-        self.own_steps += 1
         if self._peers is not None:
             self._peers.check()
         if self._step is not None and self._peers is not None:
