@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,18 +106,18 @@ def load_expert_parallel(
         _finish(model, plan, directory)
         bytes_read, tensors_read = files.bytes_read, files.tensors_read
     if world_size > 1:
-        for name, module in expert_modules(model):
-            mark_sharded(name, module, shards[name])
-        guard_saving(model, ep_group)
-    record = LoadRecord(
-        bytes_read=bytes_read,
-        tensors_read=tensors_read,
-        foreign_tensors=plan.foreign,
-        seconds=time.perf_counter() - began,
-    )
+        _mark_sharded(model, shards, ep_group)
+    seconds = time.perf_counter() - began
+    record = LoadRecord(bytes_read=bytes_read, tensors_read=tensors_read, foreign_tensors=plan.foreign, seconds=seconds)
     model.tbo_loaded = record
     _LOG.info("rank %d of %d loaded %s: %s", rank, world_size, directory, record)
     return model
+
+
+def _mark_sharded(model: Any, shards: Mapping[str, ExpertShard], ep_group: Any) -> None:
+    for name, module in expert_modules(model):
+        mark_sharded(name, module, shards[name])
+    guard_saving(model, ep_group)
 
 
 def _read_config(directory: Path) -> Any:

@@ -23,6 +23,11 @@ from wrapped_ranks import each
 
 RANKS = 3
 NEW_TOKENS = 9
+EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"n_routed_experts": 12},
+    "qwen3_moe": {"num_experts": 6, "num_local_experts": 6},
+}
+"""Numbers of experts that three ranks can share."""
 
 
 class Twins:
@@ -171,7 +176,7 @@ SCENARIOS: dict[str, Callable[[Twins], Any]] = {
 
 def play(family: str, options: dict[str, Any]) -> dict[str, Any]:
     """Every scenario on this rank, each with groups of its own, so that one that breaks does not break the next."""
-    plain, model = build(family), build(family)
+    plain, model = (build(family, **EXPERTS[family]) for _ in range(2))
 
     def scene(name: str) -> Any:
         handle = tbo.wrap(model, dist.group.WORLD, timeout=30, **options)

@@ -228,7 +228,7 @@ class StepRunner:
         began = time.perf_counter()
         try:
             outcome = self._voting.vote_idle(finished=finished)
-            if outcome.phase is not Phase.IDLE:
+            if not outcome.everyone_left:  # one that is active runs its layers, even if its batch is empty
                 self._serve_step(outcome, began)
         except BaseException as error:
             self._undo(error)

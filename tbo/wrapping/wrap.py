@@ -57,12 +57,11 @@ def wrap(  # noqa: PLR0913 - the fixed public signature
 
     Args:
         model: a transformers mixture-of-experts model (>= 5.17), loaded whole, or by `tbo.load_expert_parallel`.
-        ep_group: the ranks the experts are spread over; every rank of it calls `wrap`. None: this rank alone. Experts
-            not yet spread are sharded in place (`tbo.shard_experts`).
+        ep_group: the ranks that share the experts; each calls `wrap`, which shards them if need be. None: one rank.
         dispatcher: how tokens travel; "auto" is "local" on one rank and "all_to_all" on several.
         sub_batches: into how many parts an overlapped step is cut.
         overlap: "auto" (documented thresholds decide, see `Thresholds`), "always" or "never".
-        link: delays every transfer to the time of a modelled link; for demonstrations and tests.
+        link: a modelled link that delays every transfer; for demonstrations and tests.
         timeout: seconds of silence after which a rank that waits gives up and names who never came. A failure that
             was recorded stops every rank in seconds, whatever this is.
         instruments: observers of every run.
