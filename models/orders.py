@@ -146,13 +146,6 @@ def check_schedules(schedules: Any) -> dict[Phase, Schedule]:
     return dict(schedules)
 
 
-def layers_ops(layers: Sequence[Any], schedule: Schedule, *, first: int = 0) -> list[list[Any]]:
-    """The ops of each layer, as `compile_plan` takes them.
-
-    Args:
-        layers: the layers.
-        schedule: the order of their ops.
-        first: the number of the first of them in the model. Layers before it get no ops, so that errors, instruments
-            and timelines number layers as the model does.
-    """
-    return [[] for _ in range(first)] + [ops_of_layer(layer, schedule) for layer in layers]
+def layers_ops(layers: Sequence[Any], schedule: Schedule) -> list[list[Any]]:
+    """The ops of each layer, as `compile_plan` takes them."""
+    return [ops_of_layer(layer, schedule) for layer in layers]

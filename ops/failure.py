@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from tbo.core import Progress
+from tbo.core.run import PLACE_NOTE
 from tbo.errors import OpError
 
 DEAD_AFTER = 2.0
@@ -98,7 +99,9 @@ def raised(rank: int, error: BaseException, progress: Progress | None) -> Failur
     if isinstance(error, OpError):
         text = str(error).removeprefix(f"rank {error.rank}, ")
     else:
-        place = progress.describe() if progress is not None else "outside a step"
+        noted = (note for note in getattr(error, "__notes__", ()) if note.startswith(PLACE_NOTE))
+        running = progress.describe() if progress is not None else "outside a step"
+        place = next(noted, running).removeprefix(PLACE_NOTE)
         text = f"{place}: {type(error).__name__}: {error}"
     return Failure(kind=Kind.RAISED, rank=rank, text=f"rank {rank} failed: {text}")
 
@@ -137,10 +140,10 @@ def silence(
     absent = [peer for peer, sighting in sightings.items() if sighting.beat.started < number]
     head = f"rank {rank} waited {seconds:.1f} s for {waits_for}"
     if not absent:
-        stories = "; ".join(f"rank {peer}: {sighting.beat.at}" for peer, sighting in sightings.items())
-        return Failure(
-            kind=Kind.SILENT, rank=None, text=f"{head}; all ranks had started it, so the transport is stuck ({stories})"
-        )
+        stories = "; ".join(_last_words(peer, sighting, now) for peer, sighting in sightings.items())
+        others = {sighting.beat.waits_for for sighting in sightings.values()} - {"", waits_for}
+        why = "but others wait for something else" if others else "all ranks had started it, so the transport is stuck"
+        return Failure(kind=Kind.SILENT, rank=None, text=f"{head}; {why} ({stories})")
     left = [peer for peer in absent if sightings[peer].beat.left]
     if left:
         return _left(left[0], sightings[left[0]].beat, waits_for)

@@ -138,12 +138,14 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tbo' has no attribute {name!r}")
     try:
         value = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if module.startswith(_NEEDS_TRANSFORMERS) and error.name in ("transformers", "safetensors"):
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if module.startswith(_NEEDS_TRANSFORMERS) and package in ("transformers", "safetensors"):
             from tbo.errors import MissingPackageError
 
+            why = "which is not installed" if error.name == package else f"and not the installed one ({error})"
             raise MissingPackageError(
-                f"tbo.{name} needs the package {error.name!r}, which is not installed",
+                f"tbo.{name} needs the package {package!r}, {why}",
                 remedy='Install it with: pip install "two-batch-overlap[hf]"',
             ) from error
         raise

@@ -338,7 +338,21 @@ def test_a_loss_is_shown_as_a_loss(phase: str, advice: str) -> None:
     assert f"Overlapping LOST here: the {phase} step took 2.00 times as long. {advice}" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("width", [40, 60, 200])
+def test_times_in_a_narrow_terminal_are_lines() -> None:
+    text = _render(summary.times([_result(0, WINNING)], _options(), 1, width=50), 50)
+    assert [line.rstrip() for line in text.splitlines()[:8]] == [
+        "time per prefill step",
+        "plain model",
+        "  150 ms (100 to 200)",
+        "same ops, not overlapped",
+        "  300 ms (200 to 400)",
+        "  link, modelled: 40.0 ms; hidden: 0%",
+        "overlapped",
+        "  150 ms (140 to 250)",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 60, 76, 200])
 def test_everything_fits_the_width(width: int) -> None:
     results = [_result(0, WINNING), _result(1, LOSING)]
     console = Console(width=width, force_terminal=False)
@@ -347,6 +361,7 @@ def test_everything_fits_the_width(width: int) -> None:
     text = captured.get()
     assert max(map(len, text.splitlines())) <= width
     assert "\x1b" not in text
+    assert "…" not in text
 
 
 def _progress(*, terminal: bool) -> str:

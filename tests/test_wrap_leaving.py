@@ -1,25 +1,27 @@
-"""Ranks that end at different times, or have nothing to do: each gets the plain model's tokens and nobody waits for ever.
+"""Ranks that end at different times, or have nothing to do: each gets the plain model's tokens, and all of them end.
 
 Nobody passes `synced_gpus`. A plain, unsharded copy of the model on the same rank says what each call must give.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
 
 import tbo
-from ranks import run_ranks, values
+from ranks import Result, run_ranks
 from tbo import Phase
 from tbo.wrapping.handle import Handle
 from tbo.wrapping.report import Mode
-from tiny_models import build, token_batch
-from wrapped_ranks import each
+from tiny_models import VOCABULARY, build, token_batch
+from wrapped_ranks import each, on_every_rank
 
 RANKS = 3
 NEW_TOKENS = 9
@@ -146,18 +148,17 @@ def prefill_beside_decode(twins: Twins) -> Any:
     return [phase.name for phase in phases]
 
 
-def no_rows_and_no_positions(twins: Twins) -> Any:
-    """A call with an empty batch is a step without tokens, also while all others only serve."""
-    shapes = []
+def empty_batches(twins: Twins) -> Any:
+    """A call without rows is a step without tokens, also while all others only serve."""
     if twins.rank == 1:
-        for rows in (0, 2, 0):
-            with torch.no_grad():
-                logits = twins.model(**twins.prompts(rows, 4), use_cache=False).logits
-                expected = twins.plain(**twins.prompts(rows, 4), use_cache=False).logits
-            torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
-            shapes.append(list(logits.shape))
+        with torch.no_grad():
+            for rows in (0, 2, 0):
+                inputs = twins.prompts(rows, 4)
+                logits = twins.model(**inputs, use_cache=False).logits
+                expected = twins.plain(**inputs).logits if rows else logits.new_empty(0, 4, VOCABULARY)
+                torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
     twins.handle.finish()
-    return shapes
+    return twins._last_phase().name
 
 
 SCENARIOS: dict[str, Callable[[Twins], Any]] = {
@@ -169,7 +170,7 @@ SCENARIOS: dict[str, Callable[[Twins], Any]] = {
         unequal_numbers_of_prompts,
         loops_by_hand,
         prefill_beside_decode,
-        no_rows_and_no_positions,
+        empty_batches,
     )
 }
 
@@ -188,13 +189,37 @@ def play(family: str, options: dict[str, Any]) -> dict[str, Any]:
     return each(SCENARIOS, scene)
 
 
-if __name__ == "__main__":
-    import sys
-    import ast
-    for fam in sys.argv[2:]:
-        v = values(run_ranks(3, play, fam, ast.literal_eval(sys.argv[1]), timeout=200))
-        for name in SCENARIOS:
-            print(fam, name)
-            for r in v:
-                x = r[name]
-                print("   ", getattr(x, "trace", x))
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "always": ("deepseek_v3", {"overlap": "always"}),
+    "three sub-batches": ("qwen3_moe", {"overlap": "always", "sub_batches": 3}),
+    "never": ("qwen3_moe", {"overlap": "never"}),
+}
+
+EXPECTED: dict[str, Callable[[list[Any]], bool]] = {
+    # Every rank ended early, and not together.
+    "different_ends": lambda new_tokens: max(new_tokens) < NEW_TOKENS and len(set(new_tokens)) > 1,
+    "search_methods": lambda nothing: nothing == [None] * 3,
+    "other_caches": lambda nothing: nothing == [None] * 3,
+    # Whether a rank's last step of each round served others: it did unless its own prompts were the last to end.
+    "unequal_numbers_of_prompts": lambda served: (
+        served == [[False, True, True], [True, False, True], [True, True, False]]
+    ),
+    "loops_by_hand": lambda nothing: nothing == [None] * 3,
+    "prefill_beside_decode": lambda phases: (
+        phases[0] == phases[1] == ["PREFILL", "DECODE", "MIXED", "DECODE", "MIXED", "DECODE"] and phases[2] == []
+    ),
+    "empty_batches": lambda phases: phases == ["IDLE"] * 3,
+}
+
+
+@functools.cache
+def played(setting: str) -> list[Result]:
+    return run_ranks(RANKS, play, *SETTINGS[setting], timeout=140)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_rank_gets_the_plain_models_tokens(setting: str, scenario: str) -> None:
+    results = on_every_rank(played(setting), scenario)
+    assert EXPECTED[scenario](results), results

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tbo
 from oracle import even_rows, expected_of_steps, hidden_of_steps, worst_difference
-from ranks import run_ranks, values
+from ranks import Result, run_ranks
 from tbo.wrapping.handle import Handle
 from tiny_models import FAMILIES, NUM_EXPERTS, build
 from wrapped_ranks import ROWS, case_of_rank, each, on_every_rank, random_sleeps, record_exchanges
@@ -126,11 +126,9 @@ def compare_families(families: tuple[str, ...], sub_batches: int, dtype: torch.d
 
 
 @functools.cache
-def ran(setting: Setting) -> list[dict[str, Any]]:
-    """Each rank's comparisons, by family: one start of processes for all families of a setting."""
-    return values(
-        run_ranks(setting.ranks, compare_families, setting.families, setting.sub_batches, setting.dtype, timeout=240)
-    )
+def ran(setting: Setting) -> list[Result]:
+    """One start of processes for all families of a setting."""
+    return run_ranks(setting.ranks, compare_families, setting.families, setting.sub_batches, setting.dtype, timeout=240)
 
 
 @pytest.mark.timeout(250)

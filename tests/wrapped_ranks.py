@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ranks import Result, values
 from tbo import InjectFault, Instrument
 from tbo.wrapping.handle import Handle
 from tiny_models import token_batch
@@ -75,9 +76,9 @@ def each(cases: Iterable[Any], function: Callable[..., Any], *args: Any) -> dict
     return results
 
 
-def on_every_rank(values: list[dict[Any, Any]], case: Any) -> list[Any]:
-    """One case's results by rank; fails with the traceback of a rank on which it raised."""
-    results = [value[case] for value in values]
+def on_every_rank(ranks: Sequence[Result], case: Any) -> list[Any]:
+    """One case's results by rank, of ranks that each returned a dict of `each`; fails with what a rank raised."""
+    results = [value[case] for value in values(ranks)]
     broken = [f"rank {rank}:\n{result.trace}" for rank, result in enumerate(results) if isinstance(result, Broken)]
     assert not broken, "\n".join(broken)
     return results

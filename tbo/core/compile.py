@@ -34,6 +34,7 @@ def compile_plan(
     sub_batches: int = 2,
     offset: int | Sequence[int] = 0,
     order: OrderName = "interleaved",
+    first_layer: int = 0,
 ) -> Plan:
     """Checks and compiles the ops of some layers into a plan for `run`.
 
@@ -47,11 +48,12 @@ def compile_plan(
         offset: how many stages each sub-batch starts after the one before it, or one offset for each sub-batch.
         order: "interleaved", or "sequential" to run one sub-batch after another: the oracle, and the first thing to
             try when looking for a fault.
+        first_layer: number of the first of these layers in the model, so that messages and instruments name the model's.
 
     Raises:
         PlanError: names the op, stage, layer and (where it matters) sub-batch at fault, and what to change.
     """
-    placed, num_stages = _place(layers_ops)
+    placed, num_stages = _place(layers_ops, first_layer)
     offsets = _offsets(sub_batches, offset)
     input_keys, output_keys = tuple(inputs), tuple(outputs)
     flow = trace_flow(placed, input_keys, output_keys, frozenset(carries))
@@ -77,12 +79,12 @@ def compile_plan(
     )
 
 
-def _place(layers_ops: Sequence[Sequence[Any]]) -> tuple[list[Placed], int]:
+def _place(layers_ops: Sequence[Sequence[Any]], first_layer: int) -> tuple[list[Placed], int]:
     """Gives each op its stage; a yield begins a new one."""
     placed: list[Placed] = []
     stage = 0
     stage_is_empty = True
-    for layer, ops in enumerate(layers_ops):
+    for layer, ops in enumerate(layers_ops, first_layer):
         for item in ops:
             if item is YIELD:
                 if stage_is_empty:

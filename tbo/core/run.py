@@ -15,6 +15,9 @@ from tbo.core.op import Where
 from tbo.core.plan import Plan, Step
 from tbo.errors import OpError, PeerError, PlanError
 
+PLACE_NOTE = "this rank was in "
+"""Begins the note that says where a run was when something other than its own op ended it."""
+
 _HOOKS = ("before_step", "after_step", "before_stage", "after_stage", "before_op", "after_op")
 
 
@@ -91,9 +94,13 @@ def run(
             raise
         where, held = scene
         if isinstance(error, PeerError):
-            error.add_note(f"this rank was in {where}")
+            error.add_note(f"{PLACE_NOTE}{where}")
             raise
         raise OpError(where, rank, held, error) from error
+    except BaseException as interruption:
+        if progress.at is not None:
+            interruption.add_note(f"{PLACE_NOTE}{_place_of(plan, progress.at, interruption)}")
+        raise
     finally:
         progress.at = None
     return [{key: state[key] for key in plan.outputs} for state in states]
@@ -163,11 +170,16 @@ def _describe_failure(
     """Where the step failed and what the state held, or None if a hook of the whole step raised."""
     if at is None:
         return None
-    sub_batch, stage = at[0], at[2]
     stage_frame = _stage_frame(error.__traceback__)
-    step = plan.stages[stage].step_at(0 if stage_frame is None else stage_frame.tb_lineno)
-    where = Where(sub_batch, stage, step.layer, step.op.name)
-    return where, _describe_state(states[sub_batch], step, stage_frame)
+    where = _place_of(plan, at, error)
+    step = plan.stages[where.stage].step_at(0 if stage_frame is None else stage_frame.tb_lineno)
+    return where, _describe_state(states[where.sub_batch], step, stage_frame)
+
+
+def _place_of(plan: Plan, at: tuple[Any, ...], error: BaseException) -> Where:
+    """The op that an error passed through on its way out of the stage at `at`."""
+    stage_frame = _stage_frame(error.__traceback__)
+    return plan.where(at[0], at[2], 0 if stage_frame is None else stage_frame.tb_lineno)
 
 
 def _release(states: Iterable[dict[str, Any]], error: BaseException, handled: BaseException | None) -> None:

@@ -18,7 +18,7 @@ MAX_SUB_BATCHES = 8
 MAX_NEW_TOKENS = 512
 MAX_REPETITIONS = 100
 
-LINK_GBPS = {"smollm2": 0.02, "tiny": 0.02}
+LINK_GBPS = {"smollm2": 0.02, "tiny": 0.01}
 """Chosen so that the modelled transfers of a prefill take about as long as its computation with two ranks on two CPU
 cores: there is something to hide, and something to hide it behind."""
 

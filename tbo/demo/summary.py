@@ -16,6 +16,8 @@ from tbo.demo.options import DemoOptions
 
 WRAPPED = (Variant.NEVER, Variant.ALWAYS)
 
+_TABLE_WIDTH = 76
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
@@ -119,27 +121,49 @@ def equality(results: Sequence[RankResult], difference: Difference | None) -> Te
     )
 
 
-def times(results: Sequence[RankResult], options: DemoOptions, threads: int) -> RenderableType:
-    """The table of step times, the verdict, and how it was measured."""
-    timings = {variant: timing(results, variant) for variant in Variant}
-    table = Table(title=f"time per {options.phase} step", title_justify="left")
+def times(results: Sequence[RankResult], options: DemoOptions, threads: int, *, width: int = 80) -> RenderableType:
+    """The step times, the verdict, and how they were measured; a table where `width` columns have room for one."""
+    timings = [timing(results, variant) for variant in Variant]
+    plain, apart, overlapped = timings
+    title = f"time per {options.phase} step"
+    lines = [
+        _stacked(title, timings) if width < _TABLE_WIDTH else _table(title, timings),
+        Text(""),
+        _verdict(apart, overlapped, options),
+    ]
+    if overlapped.note:
+        lines.append(Text(f"Some steps did not overlap: {overlapped.note}.", style="yellow"))
+    lines.append(Text(_how_measured(results, options, threads, len(plain.steps)), style="dim"))
+    return Group(*lines)
+
+
+def _table(title: str, timings: Sequence[Timing]) -> RenderableType:
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("median", "spread", "link, modelled", "hidden"):
         table.add_column(heading, justify="right")
-    for variant, row in timings.items():
-        used = variant is not Variant.PLAIN
-        table.add_row(
-            str(variant),
-            _milliseconds(row.middle),
-            f"{_number(min(row.steps))} to {_number(max(row.steps))}",
-            _milliseconds(row.link) if used else "none",
-            "" if not used else "nothing sent" if row.hidden is None else f"{row.hidden:.0%}",
-        )
-    lines: list[RenderableType] = [table, Text(""), _verdict(timings[Variant.NEVER], timings[Variant.ALWAYS], options)]
-    if timings[Variant.ALWAYS].note:
-        lines.append(Text(f"Some steps did not overlap: {timings[Variant.ALWAYS].note}.", style="yellow"))
-    lines.append(Text(_how_measured(results, options, threads, len(timings[Variant.PLAIN].steps)), style="dim"))
+    for row in timings:
+        table.add_row(str(row.variant), *_cells(row))
+    return table
+
+
+def _stacked(title: str, timings: Sequence[Timing]) -> RenderableType:
+    lines: list[RenderableType] = [Text(title, style="italic")]
+    for row in timings:
+        middle, spread, link, hidden = _cells(row)
+        lines.append(Text(str(row.variant), style="bold"))
+        lines.append(Padding(Text(f"{middle} ({spread})"), (0, 0, 0, 2)))
+        if hidden:
+            lines.append(Padding(Text(f"link, modelled: {link}; hidden: {hidden}"), (0, 0, 0, 2)))
     return Group(*lines)
+
+
+def _cells(row: Timing) -> tuple[str, str, str, str]:
+    """Median, spread, time of the link, hidden share."""
+    middle, spread = _milliseconds(row.middle), f"{_number(min(row.steps))} to {_number(max(row.steps))}"
+    if row.variant is Variant.PLAIN:
+        return middle, spread, "none", ""
+    return middle, spread, _milliseconds(row.link), "nothing sent" if row.hidden is None else f"{row.hidden:.0%}"
 
 
 def _verdict(apart: Timing, overlapped: Timing, options: DemoOptions) -> Text:
@@ -171,7 +195,7 @@ def show(console: Console, results: Sequence[RankResult], options: DemoOptions, 
     console.print(answers(results))
     console.print(equality(results, difference))
     console.print()
-    console.print(times(results, options, threads))
+    console.print(times(results, options, threads, width=console.width))
     return difference is None
 
 

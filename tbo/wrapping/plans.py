@@ -59,7 +59,7 @@ class PlanBook:
         key = (schedule, sub_batches)
         if key not in self._steps:
             self._steps[key] = compile_plan(
-                layers_ops(self._layers[self.first_sparse :], schedule, first=self.first_sparse),
+                layers_ops(self._layers[self.first_sparse :], schedule),
                 inputs=INPUTS,
                 outputs=("hidden_states",),
                 carries=CARRIES,
@@ -67,6 +67,7 @@ class PlanBook:
                 sub_batches=sub_batches,
                 offset=schedule.offset,
                 order=self._order,
+                first_layer=self.first_sparse,
             )
         return self._steps[key]
 
@@ -74,10 +75,11 @@ class PlanBook:
         """The un-split plan of one layer, for layers that must finish before the next is called."""
         if index not in self._singles:
             self._singles[index] = compile_plan(
-                layers_ops([self._layers[index]], PREFILL, first=index),
+                layers_ops([self._layers[index]], PREFILL),
                 inputs=INPUTS,
                 outputs=("hidden_states", "carried_topk"),
                 carries=CARRIES,
                 sub_batches=1,
+                first_layer=index,
             )
         return self._singles[index]

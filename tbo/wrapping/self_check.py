@@ -132,8 +132,19 @@ def _one_of_each_kind(layers: Sequence[HuggingFaceLayer]) -> set[int]:
 def _compare(
     index: int, layer: HuggingFaceLayer, hidden_states: Tensor, kwargs: dict[str, Any], expected: Any, dispatcher: Any
 ) -> float:
+    wanted = expected[0] if isinstance(expected, tuple) else expected
+    if not bool(wanted.isfinite().all()):
+        raise WrapError(
+            f"layer {index} ({type(layer.layer).__name__}) gives NaN or infinity for a plain row of tokens",
+            remedy="Look for such values in its weights, or use a wider dtype.",
+        )
     plan = compile_plan(
-        layers_ops([layer], PREFILL), inputs=INPUTS, outputs=("hidden_states",), carries=CARRIES, sub_batches=1
+        layers_ops([layer], PREFILL),
+        inputs=INPUTS,
+        outputs=("hidden_states",),
+        carries=CARRIES,
+        sub_batches=1,
+        first_layer=index,
     )
     state = {
         "hidden_states": hidden_states,
@@ -142,12 +153,6 @@ def _compare(
         "carried_topk": kwargs.get("prev_topk_indices"),
     }
     actual = run(plan, [state])[0]["hidden_states"]
-    wanted = expected[0] if isinstance(expected, tuple) else expected
-    if not bool(wanted.isfinite().all()):
-        raise WrapError(
-            f"layer {index} ({type(layer.layer).__name__}) gives NaN or infinity for a plain row of tokens",
-            remedy="Look for such values in its weights, or use a wider dtype.",
-        )
     scale = float(wanted.abs().max()) or 1.0
     difference = float((actual - wanted).abs().max()) / scale if actual.shape == wanted.shape else float("inf")
     if not difference <= TOLERANCE.get(wanted.dtype, 1e-2):  # also true if only the ops give NaN

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tbo.batch import Outcome, Phase, Reason
+from tbo.batch import Outcome, Reason
 from tbo.core import Instrument, Progress, run
 from tbo.errors import PeerError, WrapError
 from tbo.models.cache_rows import CacheMark, remember, restore
@@ -125,7 +125,7 @@ class StepRunner:
         step.next_layer += 1
         last = index == len(self.layers) - 1
         if step.mode is Mode.PLAIN or (step.mode is Mode.DEFERRED and index < self._first_sparse):
-            output = self.hooks[index].original(hidden_states, kwargs)
+            output = self._run_original(step, index, hidden_states, kwargs)
             if index == self._first_sparse - 1:
                 step.first_hidden = self._hidden_of(output)
         elif step.mode is Mode.INLINE:
@@ -166,6 +166,12 @@ class StepRunner:
     def _hidden_of(self, output: Any) -> Tensor:
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
         return hidden
+
+    def _run_original(self, step: _Step, index: int, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:
+        if hidden_states.numel() == 0 and step.mode is Mode.DEFERRED:
+            # Attention code of most families refuses an empty batch, which our ops pass on.
+            return self.layers[index].adapter.layer_output(hidden_states, kwargs.get("prev_topk_indices"))
+        return self.hooks[index].original(hidden_states, kwargs)
 
     def _run_inline(self, index: int, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:
         layer = self.layers[index]

@@ -217,9 +217,10 @@ def test_a_failure_between_the_layers_spoils_only_its_own_step() -> None:
             raise KeyboardInterrupt
         return own_call(self, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(layers[2]), "__call__", interrupted)
-        hidden(model, ids, attention_mask=mask)
+        with pytest.raises(KeyboardInterrupt):
+            hidden(model, ids, attention_mask=mask)
     assert report(handle).step == 1
     assert torch.equal(hidden(model, ids, attention_mask=mask), expected)
     assert report(handle).step == 2
