@@ -50,6 +50,7 @@ class HuggingFaceLayer:
         self.layer = layer
         self.adapter: LayerAdapter = adapter_for(layer, config)
         self.attention = cut_attention(self.adapter.attention_module())
+        self.block_class = type(self.adapter.block_module())
 
     @property
     def is_sparse(self) -> bool:

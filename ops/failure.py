@@ -133,6 +133,14 @@ def connection_closed(
     return Failure(kind=Kind.DIED, rank=None, text=text)
 
 
+def left_before(sightings: Mapping[int, Sighting], *, waits_for: str, number: int) -> Failure | None:
+    """A rank left without having started communication `number`, so nobody need wait for it any longer."""
+    for rank, sighting in sightings.items():
+        if sighting.beat.left and sighting.beat.started < number:
+            return _left(rank, sighting.beat, waits_for)
+    return None
+
+
 def silence(
     sightings: Mapping[int, Sighting], *, waits_for: str, number: int, seconds: float, now: float, rank: int
 ) -> Failure:
@@ -144,9 +152,6 @@ def silence(
         others = {sighting.beat.waits_for for sighting in sightings.values()} - {"", waits_for}
         why = "but others wait for something else" if others else "all ranks had started it, so the transport is stuck"
         return Failure(kind=Kind.SILENT, rank=None, text=f"{head}; {why} ({stories})")
-    left = [peer for peer in absent if sightings[peer].beat.left]
-    if left:
-        return _left(left[0], sightings[left[0]].beat, waits_for)
     story = ", and ".join(_last_words(peer, sightings[peer], now) for peer in absent)
     never = "rank" if len(absent) == 1 else "ranks"
     text = f"{head}, but {never} {_listed(absent)} never came to it: {story}"

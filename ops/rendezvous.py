@@ -7,6 +7,7 @@ differs between ranks as soon as one of them is in a group another is not.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ from tbo.ops.failure import disagreements
 
 _CONNECT_LIMIT = timedelta(seconds=20)
 _STORE_LIMIT = timedelta(seconds=5)
+_MOST_FACTS = 8
+"""Disagreements that are told; two different models differ in dozens."""
 
 
 class Group(Protocol):
@@ -107,16 +110,21 @@ def wait_for_all(meeting: Meeting, facts: Mapping[str, str], timeout: float) -> 
         The rank that hosts the store, or None if it is hosted outside of the group.
 
     Raises:
-        PeerError: ranks did not come within `timeout` seconds; names them.
+        PeerError: ranks did not come within `timeout` seconds, or one declined; names them.
         RanksDisagreeError: names the facts, ranks and values.
     """
     hello = {"facts": dict(facts), "hosts_store": meeting.hosts_store}
     meeting.store.set(f"hello/{meeting.rank}", json.dumps(hello))
-    missing = [rank for rank in range(meeting.world_size) if rank != meeting.rank]
+    said: dict[int, dict[str, Any]] = {meeting.rank: hello}
     deadline = time.monotonic() + timeout
     pause = 0.001
     # Asking in short steps, not `store.wait`: that logs a stack trace for every limit that passes.
-    while missing := [rank for rank in missing if not meeting.store.check([f"hello/{rank}"])]:
+    while True:
+        missing = [rank for rank in range(meeting.world_size) if rank not in said]
+        said |= {rank: _hello_of(meeting, rank) for rank in missing if meeting.store.check([f"hello/{rank}"])}
+        missing = [rank for rank in missing if rank not in said]
+        if not missing:
+            break
         if time.monotonic() > deadline:
             raise PeerError(
                 f"rank {meeting.rank} waited {timeout:.1f} s to set up expert parallelism, but "
@@ -126,16 +134,32 @@ def wait_for_all(meeting: Meeting, facts: Mapping[str, str], timeout: float) -> 
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
-    said = [json.loads(meeting.store.get(f"hello/{rank}")) for rank in range(meeting.world_size)]
-    refuse_disagreement([each["facts"] for each in said])
-    return next((rank for rank, each in enumerate(said) if each["hosts_store"]), None)
+    in_order = [said[rank] for rank in range(meeting.world_size)]
+    refuse_disagreement([each["facts"] for each in in_order])
+    return next((rank for rank, each in enumerate(in_order) if each["hosts_store"]), None)
+
+
+def _hello_of(meeting: Meeting, rank: int) -> dict[str, Any]:
+    hello: dict[str, Any] = json.loads(meeting.store.get(f"hello/{rank}"))
+    if "declined" in hello:
+        raise PeerError(f"rank {rank} failed: outside a step: {hello['declined']}", rank=rank)
+    return hello
+
+
+def decline(ep_group: dist.ProcessGroup | None, error: BaseException) -> None:
+    """Tells the ranks of a group that this one found a mistake before it could meet them. Waits for nobody."""
+    said = {"declined": f"{type(error).__name__}: {error}"}
+    with contextlib.suppress(RuntimeError):  # of a store that is gone: the mistake itself must still be raised
+        meeting = open_meeting(ep_group)
+        meeting.store.set(f"hello/{meeting.rank}", json.dumps(said))
 
 
 def refuse_disagreement(facts_of_rank: Sequence[Mapping[str, str]]) -> None:
     """Raises RanksDisagreeError if ranks differ on a fact. Every rank raises the same words."""
     if lines := disagreements(facts_of_rank):
+        more = [f"and {len(lines) - _MOST_FACTS} more"] if len(lines) > _MOST_FACTS else []
         raise RanksDisagreeError(
-            "ranks of this expert-parallel group are set up differently: " + "; ".join(lines),
+            "ranks of this expert-parallel group are set up differently: " + "; ".join(lines[:_MOST_FACTS] + more),
             remedy="Give every rank the same model, options and versions.",
         )
 

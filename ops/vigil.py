@@ -1,7 +1,7 @@
 """Waiting that ends: either what was waited for is there, or a message says which rank is to blame.
 
 Bounds, in seconds: a failure that was recorded is raised within half a second; a connection that closed without a word
-within 4; a store whose host died within 3, or 6 if it hangs; silence after `timeout`.
+within 4, as is that a rank left in good order and will never come; a store whose host died within 3, or 6 if it hangs; silence after `timeout`.
 """
 
 from __future__ import annotations
@@ -125,6 +125,9 @@ class Vigil:
             while not finished():
                 if heartbeat.failure is not None:
                     self._give_up(heartbeat.failure)
+                gone = blame.left_before(dict(heartbeat.sightings), waits_for=what, number=number)
+                if gone is not None:
+                    self._give_up(heartbeat.record(gone))
                 now = time.monotonic()
                 if self._store_is_gone(began, now):
                     self._give_up(self._store_lost())

@@ -193,10 +193,10 @@ def test_two_phases_may_have_orders_of_one_name() -> None:
     def first_stages(tokens: Tensor) -> list[tuple[int, int]]:
         hidden_of_steps(model, ids, mask, following[:, :0])
         trace.stages.clear()
-        output: Any = model.model(ids, use_cache=True)  # type: ignore[operator]
+        output: Any = model.model(ids, use_cache=True)
         trace.stages.clear()
         name = "cache" if getattr(output, "cache", None) is not None else "past_key_values"
-        model.model(tokens, **{name: getattr(output, name)})  # type: ignore[operator]
+        model.model(tokens, **{name: getattr(output, name)})
         return trace.stages[:6]
 
     with torch.no_grad():

@@ -229,7 +229,11 @@ def test_a_failure_between_the_layers_spoils_only_its_own_step() -> None:
 def test_the_model_called_from_within_its_own_step_is_refused() -> None:
     model = build("qwen3_moe")
     ids, mask = token_batch(ROWS, POSITIONS)
-    inner = tbo.InjectFault("op_experts", lambda: hidden(model, ids), sub_batch=1, layer=2)
+
+    def call_again() -> None:
+        hidden(model, ids)
+
+    inner = tbo.InjectFault("op_experts", call_again, sub_batch=1, layer=2)
     tbo.wrap(model, overlap="always", instruments=(inner,))
     with pytest.raises(tbo.OpError) as caught:
         hidden(model, ids, attention_mask=mask)

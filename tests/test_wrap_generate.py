@@ -89,7 +89,8 @@ def test_windows_and_indexers_in_static_caches(family: str) -> None:
 
 
 def same_tokens(family: str, options: dict[str, Any]) -> None:
-    model: Any = build(family, **({"sliding_window": 5} if family == "mixtral" else {}))
+    overrides: dict[str, Any] = {"sliding_window": 5} if family == "mixtral" else {}
+    model: Any = build(family, **overrides)
     given = prompts(3, 11)
     expected = model.generate(**given, max_new_tokens=8, **GREEDY, **options)
     handle = tbo.wrap(model, overlap="always")
@@ -162,6 +163,7 @@ def test_a_compiled_model_breaks_its_graph_at_the_layers() -> None:
     handle = tbo.wrap(model, overlap="always")
     with torch.no_grad():
         expected = model(**given, use_cache=False).logits
-        actual = torch.compile(model, backend="eager")(**given, use_cache=False).logits
+        compiled: Any = torch.compile(model, backend="eager")
+        actual = compiled(**given, use_cache=False).logits
     assert torch.equal(actual, expected)
     assert (report(handle).step, report(handle).engaged) == (2, True)

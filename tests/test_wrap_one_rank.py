@@ -57,7 +57,7 @@ def test_one_sub_batch_after_another_gives_the_same(family: str) -> None:
     for order, trace in zip(("interleaved", "sequential"), traces, strict=True):
         with tbo.wrap(model, overlap="always", order=order, instruments=(trace,)):  # type: ignore[arg-type]
             runs.append(hidden_of_steps(model, ids, mask, following))
-    assert worst_difference(*runs, mask) == 0
+    assert worst_difference(runs[0], runs[1], mask) == 0
     switches = [sum(a != b for (a, _), (b, _) in zip(t.stages, t.stages[1:], strict=False)) for t in traces]
     assert switches[1] == 2 * 4 - 1  # each of 4 steps: from sub-batch 0 to 1, and back at the next step
     assert switches[0] > 4 * switches[1]
@@ -77,10 +77,10 @@ def test_dense_layers_between_sparse_ones_run_in_the_same_plan() -> None:
 
 
 def test_layers_before_the_first_sparse_one_run_unsplit() -> None:
-    model = build("deepseek_v3", first_k_dense_replace=2)
+    model: Any = build("deepseek_v3", first_k_dense_replace=2)
     ids, mask, _ = case()
     rows: list[tuple[int, int]] = []
-    for index, layer in enumerate(model.model.layers):  # type: ignore[arg-type, union-attr]
+    for index, layer in enumerate(model.model.layers):
         layer.input_layernorm.register_forward_hook(
             lambda _module, given, _output, index=index: rows.append((index, given[0].shape[0]))
         )
@@ -122,15 +122,15 @@ def test_one_cache_through_overlapped_plain_and_differently_cut_steps() -> None:
         caches = [DynamicCache() if whole is None else rows_of(whole, part) for part in rows]
         given = steps[:, step : step + 1] if step else ids
         outputs = [
-            model.model(given[part], **cache_argument(model.model, cache))  # type: ignore[operator]
+            model.model(given[part], **cache_argument(model.model, cache))
             for part, cache in zip(rows, caches, strict=True)
         ]
         expected.append(torch.cat([output.last_hidden_state for output in outputs]))
     cache = DynamicCache()
-    for step, options in enumerate(({"sub_batches": 2}, {"sub_batches": 2}, None, {"sub_batches": 3}, {})):
-        handle = None if options is None else tbo.wrap(model, overlap="always", **options)
+    for step, sub_batches in enumerate((2, 2, None, 3, 2)):
+        handle = None if sub_batches is None else tbo.wrap(model, overlap="always", sub_batches=sub_batches)
         given = steps[:, step : step + 1] if step else ids
-        output = model.model(given, **cache_argument(model.model, cache))  # type: ignore[operator]
+        output = model.model(given, **cache_argument(model.model, cache))
         assert torch.equal(output.last_hidden_state, expected[step]), f"step {step}"
         assert cache_of(output) is cache
         if handle is not None:
@@ -143,7 +143,8 @@ def test_one_cache_through_overlapped_plain_and_differently_cut_steps() -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_a_verify_step_runs_the_decode_order(family: str) -> None:
     """Speculative decoding: 3 drafted tokens a row after a filled cache; then the cache is cropped to 2 of them."""
-    model = build(family, **({"first_k_dense_replace": 0} if family == "deepseek_v3" else {}))
+    overrides: dict[str, Any] = {"first_k_dense_replace": 0} if family == "deepseek_v3" else {}
+    model: Any = build(family, **overrides)
     ids, _ = token_batch(4, 10, left_padding=False)
     drafts, _ = token_batch(4, 3, seed=5, left_padding=False)
 
@@ -151,7 +152,7 @@ def test_a_verify_step_runs_the_decode_order(family: str) -> None:
         cache = DynamicCache()
         found = []
         for given in (ids[rows], drafts[rows], drafts[rows][:, :1]):
-            output = model.model(given, **cache_argument(model.model, cache))  # type: ignore[operator]
+            output = model.model(given, **cache_argument(model.model, cache))
             found.append(output.last_hidden_state)
             if given.shape[1] == 3:
                 phases.append(handle.last.phase if handle is not None and handle.last is not None else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,7 +186,7 @@ class OwnLayer(DynamicLayer):
 
 def own_layers(model: Any) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    cache.layers[1] = OwnLayer()
+    cache.layers[1] = OwnLayer()  # type: ignore[no-untyped-call]
     return cache
 
 
@@ -269,6 +270,39 @@ def test_decode_is_reported_with_its_reason_and_rank() -> None:
         "step 1 (prefill) did not overlap: there is no communication to hide on one rank\n"
         "  layers ran plain; split none; tokens per sub-batch 45"
     )
+
+
+def test_communication_and_votes_of_several_ranks_in_words() -> None:
+    votes = (
+        Vote(step=6, phase=tbo.Phase.PREFILL, rows=(300, 300), wants=Wants.YES, reason=Reason.NONE),
+        Vote.idle(step=6, sub_batches=2),
+    )
+    shown = tbo.StepReport(
+        step=7,
+        engaged=True,
+        reason=Reason.NONE,
+        reason_rank=None,
+        mode=Mode.SERVED,
+        phase=tbo.Phase.PREFILL,
+        split="none",
+        tokens_per_sub_batch=(0, 0),
+        votes=votes,
+        communication_seconds=0.004,
+        exposed_seconds=0.001,
+        modelled=True,
+        seconds=0.0125,
+    )
+    assert shown.hidden_share == 0.75
+    assert str(shown) == (
+        "step 7 (prefill) overlapped: nothing stands against overlapping\n"
+        "  layers ran served; split none; tokens per sub-batch 0, 0\n"
+        "  communication: 4.00 ms, 1.00 ms exposed, 75% hidden (modelled link); step 12.50 ms\n"
+        "  votes: rank 0 prefill [300, 300] yes; rank 1 idle [0, 0] if_others"
+    )
+    blamed = replace(shown, engaged=False, reason=Reason.TOO_FEW_TOKENS, reason_rank=0, modelled=False)
+    assert str(blamed).startswith("step 7 (prefill) did not overlap: rank 0: its smallest sub-batch has too few tokens")
+    assert "75% hidden; step" in str(blamed)
+    assert replace(shown, exposed_seconds=0.009).hidden_share == 0
 
 
 def test_explaining_a_model_that_is_not_wrapped() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tbo import StepReport
+import tbo
 from tbo.wrapping.handle import Handle
 
 
-def report(handle: Handle) -> StepReport:
+def report(handle: Handle) -> tbo.StepReport:
     """What the last step did; there must have been one."""
     assert handle.last is not None
     return handle.last
@@ -37,3 +39,11 @@ def hidden(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     """Last hidden states of one call of the decoder."""
     found: Tensor = model.model(ids, **kwargs).last_hidden_state
     return found
+
+
+def refused(error: type[tbo.UserError], message: str, call: Callable[[], Any]) -> None:
+    """The call raises exactly this error with exactly this message."""
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    assert str(caught.value) == message

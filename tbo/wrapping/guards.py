@@ -20,7 +20,9 @@ from tbo.wrapping.hook import LayerHook
 
 if TYPE_CHECKING:
     from tbo.models.layer import HuggingFaceLayer
+    from tbo.models.parts import Decoder
 
+_WRAP_LAST = "Call unwrap() before changing the model, and wrap it afterwards; modules inside these may be exchanged."
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -118,6 +120,34 @@ def refuse_foreign_forwards(layers: Sequence[HuggingFaceLayer]) -> None:
                     " put on by other software",
                     remedy="Unwrap or remove that first; tbo would call past it.",
                 )
+
+
+def refuse_changed(decoder: Decoder, layers: Sequence[HuggingFaceLayer]) -> None:
+    """Refuses a model whose layers, or modules cut into ops, were exchanged since it was wrapped.
+
+    Raises:
+        WrapError: names the layer and module.
+    """
+    now: Any = decoder.base.layers
+    if len(now) < len(layers) or any(one is not layer.layer for one, layer in zip(now, layers, strict=False)):
+        raise WrapError("the model's list of layers was changed after it was wrapped", remedy=_WRAP_LAST)
+    for index, layer in enumerate(layers):
+        for name, module in _bypassed(layer):
+            if name == "attention":
+                same = module is layer.attention.module
+            else:
+                same = type(module) is layer.block_class
+            if not same or "forward" in vars(module):
+                raise WrapError(
+                    f"layer {index}: {name} ({type(module).__name__}) was exchanged, or given another forward, after"
+                    " the model was wrapped; tbo would call past it",
+                    remedy=_WRAP_LAST,
+                )
+
+
+def stops_early(decoder: Decoder, layers: Sequence[HuggingFaceLayer]) -> bool:
+    """Whether the model will not call all its layers: `generate` drafts so under ``assistant_early_exit``."""
+    return int(decoder.config.num_hidden_layers) < len(layers)
 
 
 def _bypassed(layer: HuggingFaceLayer) -> Iterator[tuple[str, nn.Module]]:

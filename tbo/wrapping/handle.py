@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import nn
 
-from tbo.errors import WrapError
+from tbo.errors import PeerError, WrapError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -100,6 +100,8 @@ class Handle:
     ) -> None:
         if error is None:
             self.finish()
+        elif self._peers is not None and not isinstance(error, PeerError):
+            self._peers.fail(error)  # the others may be in a step by now, and shall hear why
         self.unwrap()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

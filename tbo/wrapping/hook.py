@@ -30,7 +30,7 @@ class LayerHook:
 
     def __init__(self, runner: StepRunner, index: int, layer: nn.Module) -> None:
         # torch.compile breaks its graph here: what a step does depends on votes, caches and clocks.
-        self._run = torch.compiler.disable(runner.layer)
+        self._run: Callable[..., Any] = torch.compiler.disable(runner.layer)
         self._index = index
         self._original: Callable[..., Any] = type(layer).forward
         self._layer = layer

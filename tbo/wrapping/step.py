@@ -31,6 +31,7 @@ from tbo.wrapping.voting import Voting
 
 if TYPE_CHECKING:
     from tbo.models.layer import HuggingFaceLayer
+    from tbo.models.parts import Decoder
     from tbo.ops.peers import Peers
     from tbo.wrapping.hook import LayerHook
 
@@ -54,6 +55,7 @@ class StepRunner:
     """Runs the steps of one wrapped model on one rank.
 
     Args:
+        decoder: whose layers these are.
         layers: the ops of every decoder layer.
         plans: compiled plans.
         batching: cuts batches.
@@ -67,6 +69,7 @@ class StepRunner:
     def __init__(
         self,
         *,
+        decoder: Decoder,
         layers: Sequence[HuggingFaceLayer],
         plans: PlanBook,
         batching: Batching,
@@ -79,6 +82,7 @@ class StepRunner:
         self.layers = tuple(layers)
         self.hooks: tuple[LayerHook, ...] = ()
         self.last: StepReport | None = None
+        self._decoder = decoder
         self._plans = plans
         self._batching = batching
         self._voting = voting
@@ -140,10 +144,14 @@ class StepRunner:
         began = time.perf_counter()
         if self._peers is not None:
             self._peers.check()
-        if self._step is not None and self._peers is not None:
+        self._refuse_abandoned()
+        guards.refuse_changed(self._decoder, self.layers)
+        early = guards.stops_early(self._decoder, self.layers)
+        if early and self._peers is not None:
             raise WrapError(
-                "the model's last call ended before its last layer, in the middle of a step all ranks had begun",
-                remedy="Look at the error that call raised; the process group cannot be used again.",
+                f"the model would call {self._decoder.config.num_hidden_layers} of its {len(self.layers)} layers, but a step"
+                " of several ranks ends with the last one",
+                remedy="Generate without assistant_early_exit, and leave config.num_hidden_layers as it was.",
             )
         guards.refuse_silent_hooks(self.layers)
         if self._peers is not None:
@@ -152,7 +160,9 @@ class StepRunner:
         inline = Reason.TRAINING if guards.checkpoints(self.layers) else guards.inline_reason(self.layers)
         batch = self._batching.describe(hidden_states, kwargs)
         outcome = self._voting.vote(batch, must_run_inline=inline)
-        if outcome.engaged:
+        if early:
+            mode = Mode.PLAIN
+        elif outcome.engaged:
             mode = Mode.DEFERRED
         elif self._peers is not None:  # the experts are sharded, so the model's own sparse layers would be wrong
             mode = Mode.INLINE if inline else Mode.DEFERRED
@@ -162,6 +172,13 @@ class StepRunner:
         for dispatcher in self._dispatchers:
             dispatcher.stats.reset()
         return _Step(mode, batch, outcome, mark, began, hidden_states, threading.get_ident())
+
+    def _refuse_abandoned(self) -> None:
+        if self._step is not None and self._peers is not None:
+            raise WrapError(
+                "the model's last call ended before its last layer, in the middle of a step all ranks had begun",
+                remedy="Look at the error that call raised; the process group cannot be used again.",
+            )
 
     def _hidden_of(self, output: Any) -> Tensor:
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
@@ -233,6 +250,7 @@ class StepRunner:
         """
         began = time.perf_counter()
         try:
+            self._refuse_abandoned()
             outcome = self._voting.vote_idle(finished=finished)
             if not outcome.everyone_left:  # one that is active runs its layers, even if its batch is empty
                 self._serve_step(outcome, began)

@@ -17,6 +17,7 @@ from tbo.batch import (
     encode_vote,
     wants_overlap,
 )
+from tbo.errors import DispatcherError
 
 if TYPE_CHECKING:
     from tbo.ops.peers import Peers
@@ -33,6 +34,7 @@ class Voting:
         disabled: the environment turns overlap off, whatever the option.
         fingerprint: of all candidate plans.
         peers: the other ranks, or None on one rank.
+        max_tokens: of one rank in one dispatch, or None for no limit.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Voting:
         disabled: bool,
         fingerprint: int,
         peers: Peers | None,
+        max_tokens: int | None,
     ) -> None:
         self._sub_batches = sub_batches
         self._overlap: Overlap = "never" if disabled else overlap
@@ -51,6 +54,7 @@ class Voting:
         self._thresholds = thresholds
         self._plans = (fingerprint,)
         self._peers = peers
+        self._max_tokens = max_tokens
         self._step = 0
 
     def vote(self, batch: StepBatch, *, must_run_inline: Reason | None) -> Outcome:
@@ -96,5 +100,25 @@ class Voting:
     def _decide(self, vote: Vote) -> Outcome:
         self._step += 1
         if self._peers is None:
-            return decide([vote])
-        return decide([decode_vote(numbers) for numbers in self._peers.gather(encode_vote(vote))])
+            outcome = decide([vote])
+        else:
+            outcome = decide([decode_vote(numbers) for numbers in self._peers.gather(encode_vote(vote))])
+        self._refuse_over_cap(outcome)
+        return outcome
+
+    def _refuse_over_cap(self, outcome: Outcome) -> None:
+        """Every rank sees every rank's counts, so all refuse alike, before any has sent a row.
+
+        Raises:
+            DispatcherError: names the rank and its tokens.
+        """
+        if self._max_tokens is None:
+            return
+        for rank, rows in enumerate(outcome.rows):
+            if max(rows) > self._max_tokens:
+                what = "a sub-batch" if outcome.engaged else "a step that is not split"
+                raise DispatcherError(
+                    f"rank {rank} has {max(rows)} tokens in {what} ({outcome.explain()}), and the dispatcher takes"
+                    f" {self._max_tokens} at once",
+                    remedy="Use smaller batches on that rank, or a dispatcher that takes more.",
+                )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from tbo.batch import Overlap, Phase, Thresholds
 from tbo.core import Instrument, Progress
-from tbo.errors import PeerError, RanksDisagreeError, UnsupportedModelError, WrapError
+from tbo.errors import PeerError, RanksDisagreeError, UnsupportedModelError, UserError, WrapError
 from tbo.models.expert_parallel import is_sharded, shard_experts, shard_of, total_experts
 from tbo.models.layer import EXPERT_PARALLEL_CHANNEL, HuggingFaceLayer
 from tbo.models.orders import Schedule, check_schedules, default_schedules
@@ -21,6 +22,7 @@ from tbo.models.residuals import HyperConnections
 from tbo.ops.dispatch import create_dispatchers
 from tbo.ops.link import Link
 from tbo.ops.peers import Peers
+from tbo.ops.rendezvous import decline
 from tbo.wrapping import guards
 from tbo.wrapping.batching import Batching
 from tbo.wrapping.handle import HANDLE_ATTRIBUTE, Handle
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds a rank may be silent. Minutes, because kernels compiled at first use take that long."""
+
+_NO_FACTS = ("_name_or_path", "name_or_path")
+"""Where a model was loaded from, which may differ from rank to rank."""
 
 
 def wrap(  # noqa: PLR0913 - the fixed public signature
@@ -62,8 +67,8 @@ def wrap(  # noqa: PLR0913 - the fixed public signature
         sub_batches: into how many parts an overlapped step is cut.
         overlap: "auto" (documented thresholds decide, see `Thresholds`), "always" or "never".
         link: a modelled link that delays every transfer; for demonstrations and tests.
-        timeout: seconds of silence after which a rank that waits gives up and names who never came. A failure that
-            was recorded stops every rank in seconds, whatever this is.
+        timeout: seconds of silence after which a rank that waits gives up and names who never came. A recorded failure
+            stops every rank in seconds, whatever this is.
         instruments: observers of every run.
         schedules: other orders of ops for some phases.
         order: "sequential" runs one sub-batch after another through the same plan: nothing overlaps, same numbers.
@@ -77,27 +82,28 @@ def wrap(  # noqa: PLR0913 - the fixed public signature
         RanksDisagreeError: the ranks wrap different models or options.
         PeerError: another rank failed while wrapping.
     """
-    check_options(
-        model,
-        sub_batches=sub_batches,
-        overlap=overlap,
-        order=order,
-        link=link,
-        timeout=timeout,
-        instruments=instruments,
-        thresholds=thresholds,
-    )
-    options = _Options(
-        dispatcher=dispatcher,
-        sub_batches=sub_batches,
-        overlap=overlap,
-        link=link,
-        timeout=timeout,
-        instruments=tuple(instruments),
-        schedules=check_schedules({} if schedules is None else schedules),
-        order=order,
-        thresholds=thresholds or Thresholds(),
-    )
+    with _telling_the_group(ep_group):
+        check_options(
+            model,
+            sub_batches=sub_batches,
+            overlap=overlap,
+            order=order,
+            link=link,
+            timeout=timeout,
+            instruments=instruments,
+            thresholds=thresholds,
+        )
+        options = _Options(
+            dispatcher=dispatcher,
+            sub_batches=sub_batches,
+            overlap=overlap,
+            link=link,
+            timeout=timeout,
+            instruments=tuple(instruments),
+            schedules=check_schedules({} if schedules is None else schedules),
+            order=order,
+            thresholds=thresholds or Thresholds(),
+        )
     return _wrap(model, ep_group, options)
 
 
@@ -117,19 +123,31 @@ class _Options:
     disabled: bool = False
 
 
-def _wrap(model: nn.Module, ep_group: dist.ProcessGroup | None, options: _Options) -> Handle:
+@contextlib.contextmanager
+def _telling_the_group(ep_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A mistake of this rank alone, found before ranks have met, must not leave the others waiting for it."""
     world_size = world_size_of(ep_group)
+    try:
+        yield
+    except UserError as error:
+        if world_size > 1:
+            decline(ep_group, error)
+        raise
+
+
+def _wrap(model: nn.Module, ep_group: dist.ProcessGroup | None, options: _Options) -> Handle:
     progress = Progress()
-    if ep_group is None or world_size == 1:
+    if ep_group is None or world_size_of(ep_group) == 1:
         return _assemble(model, None, None, progress, options)
     # First of all, so that a rank that finds something wrong with its model can tell the others.
-    device = next(model.parameters()).device
+    device = next((parameter.device for parameter in model.parameters()), None)
     peers = Peers(ep_group, sub_batches=options.sub_batches, timeout=options.timeout, progress=progress, device=device)
     try:
         handle = _assemble(model, ep_group, peers, progress, options)
     except BaseException as error:
         if not isinstance(error, PeerError | RanksDisagreeError):
             peers.fail(error)
+        peers.close("its model could not be wrapped")
         raise
     return handle
 
@@ -147,7 +165,7 @@ def _assemble(
         peers.compare(_facts(model, options))
     decoder = find_decoder(model)
     sharded = is_sharded(model)
-    _check_group_fits(model, world_size=1 if peers is None else peers.world_size)
+    _check_group_fits(model, peers)
     if disabled():
         if not sharded:
             notes = (f"{DISABLE_VARIABLE}=1: tbo is off, the model runs its own code",)
@@ -156,10 +174,11 @@ def _assemble(
     layers = _layers_as_ops(model, decoder)
     num_experts = total_experts(next(layer for layer in layers if layer.is_sparse).adapter.moe.experts)
     found = [self_check(decoder, layers, num_experts=num_experts, sharded=sharded)]
+    # Before the experts are cut: options that do not fit must leave the model whole.
+    runner = _runner(decoder, layers, num_experts, peers, progress, options)
     if peers is not None and not sharded:
         freed = shard_experts(model, ep_group)
         found.append(f"sharded the experts over {peers.world_size} ranks, {freed / 2**20:.1f} MiB freed on this one")
-    runner = _runner(decoder, layers, num_experts, peers, progress, options)
     leaving = None if peers is None else Leaving(model, runner, peers)
     return Handle(model, runner, leaving=leaving, peers=peers, notes=(*found, *runner.notes))
 
@@ -189,6 +208,7 @@ def _runner(
         limits={} if in_flight is None else {EXPERT_PARALLEL_CHANNEL: in_flight},
     )
     runner = StepRunner(
+        decoder=decoder,
         layers=layers,
         plans=plans,
         batching=_batching(decoder, layers, plans, options.sub_batches),
@@ -199,6 +219,7 @@ def _runner(
             disabled=options.disabled,
             fingerprint=plans.fingerprint,
             peers=peers,
+            max_tokens=dispatchers[0].limits.max_tokens,
         ),
         dispatchers=dispatchers,
         peers=peers,
@@ -224,14 +245,15 @@ def _layers_as_ops(model: nn.Module, decoder: Decoder) -> list[HuggingFaceLayer]
     return layers
 
 
-def _check_group_fits(model: nn.Module, *, world_size: int) -> None:
+def _check_group_fits(model: nn.Module, peers: Peers | None) -> None:
     shard = shard_of(model)
     if shard is None:
         return
-    ranks = shard.total // shard.count
-    if ranks != world_size:
+    rank, world_size = (0, 1) if peers is None else (peers.rank, peers.world_size)
+    ranks, rank_of_shard = shard.total // shard.count, shard.first // shard.count
+    if (rank_of_shard, ranks) != (rank, world_size):
         raise WrapError(
-            f"the model's experts are spread over {ranks} ranks, but ep_group has {world_size}",
+            f"the model holds the experts of rank {rank_of_shard} of {ranks}, but this is rank {rank} of {world_size}",
             remedy="Pass the group the experts were sharded over.",
         )
 
@@ -260,6 +282,7 @@ def _facts(model: nn.Module, options: _Options) -> dict[str, str]:
     names = ("dispatcher", "sub_batches", "order")
     facts = {name: str(getattr(options, name)) for name in names}
     facts[DISABLE_VARIABLE] = str(disabled())
+    facts["the model"] = type(model).__name__
     facts["experts already sharded"] = str(is_sharded(model))
     for package in ("torch", "transformers", "two-batch-overlap"):
         try:
@@ -268,8 +291,8 @@ def _facts(model: nn.Module, options: _Options) -> dict[str, str]:
             facts[f"{package} version"] = "not installed as a package"
     config: Any = getattr(model, "config", None)
     described = config.to_dict() if config is not None else {}
-    for name in ("_name_or_path", "name_or_path"):
-        described.pop(name, None)
-    facts["configuration"] = json.dumps(described, sort_keys=True, default=str)
-    facts["dtype"] = str(next(model.parameters()).dtype)
+    for name, value in described.items():
+        if name not in _NO_FACTS:
+            facts[f"config.{name}"] = json.dumps(value, sort_keys=True, default=str)
+    facts["dtype"] = str(next((parameter.dtype for parameter in model.parameters()), None))
     return facts
