@@ -103,7 +103,7 @@ def raised(rank: int, error: BaseException, progress: Progress | None) -> Failur
         running = progress.describe() if progress is not None else "outside a step"
         place = next(noted, running).removeprefix(PLACE_NOTE)
         text = f"{place}: {type(error).__name__}: {error}"
-    return Failure(kind=Kind.RAISED, rank=rank, text=f"rank {rank} failed: {text}")
+    return Failure(kind=Kind.RAISED, rank=rank, text=f"rank {rank} failed: {text}".removesuffix("."))
 
 
 def connection_closed(

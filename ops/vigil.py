@@ -1,7 +1,8 @@
 """Waiting that ends: either what was waited for is there, or a message says which rank is to blame.
 
 Bounds, in seconds: a failure that was recorded is raised within half a second; a connection that closed without a word
-within 4, as is that a rank left in good order and will never come; a store whose host died within 3, or 6 if it hangs; silence after `timeout`.
+within 4; that a rank has left and will never come within 2; a store whose host died within 3, or 6 if it hangs;
+silence after `timeout`.
 """
 
 from __future__ import annotations

@@ -92,6 +92,16 @@ def test_stage_names_and_description() -> None:
     )
 
 
+def test_layers_are_numbered_as_in_the_model() -> None:
+    """The first three layers of the model are not in the plan; places and messages count them."""
+    plan = compiled(PREFILL, DENSE, first_layer=3)
+    assert [step.layer for step in plan.stages[2].steps] == [3] * 4 + [4] * 6
+    with pytest.raises(
+        PlanError, match=r"layer 4, stage 0, own_to_y: reads 'own', last written by layer 3, stage 0, x_"
+    ):
+        compile_plan([[X_TO_OWN], [OWN_TO_Y]], inputs=["x"], outputs=["y"], first_layer=3)
+
+
 def test_offsets_may_be_given_for_each_sub_batch() -> None:
     plan = compile_plan([[X_TO_OWN, YIELD, OWN_TO_Y]], inputs=["x"], outputs=["y"], sub_batches=3, offset=(0, 1, 0))
     assert plan.order == ((0, 0), (2, 0), (0, 1), (1, 0), (2, 1), (1, 1))

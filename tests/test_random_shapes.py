@@ -4,12 +4,13 @@ A case draws one of the wrapped models, a routing skew and, for each rank by its
 and its shape. A rank makes up to three calls, then finishes. Its plain copy of the model is called alike. The order of
 collectives must be the same on every rank, and no case may take longer than its limit.
 
-    TBO_SHAPES_SEED=1234 pytest tests/test_random_shapes.py -k first      # one case again
+    TBO_SHAPES_SEED=1234 pytest tests/test_random_shapes.py -k hundred      # one case again
 """
 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import random
 import traceback
@@ -28,6 +29,7 @@ import tbo
 from ranks import run_ranks, values
 from tbo.wrapping.handle import Handle
 from tiny_models import NUM_EXPERTS, VOCABULARY, build
+from wrapped_models import cache_argument
 from wrapped_ranks import random_sleeps, record_exchanges
 
 RANKS = 4
@@ -37,7 +39,7 @@ SEED_VARIABLE = "TBO_SHAPES_SEED"
 CASE_SECONDS = 20
 
 TOLERANCE = 2e-5
-"""Largest absolute difference of hidden values of up to 5 in fp32; measured over 1,000 cases: 8e-6."""
+"""Largest absolute difference of hidden values of up to 5 in fp32; measured over 1,000 cases: 1.0e-5."""
 
 NEAR_TIE = 5e-5
 """Router logits of the last expert chosen and the first one not, so close that rounding may choose otherwise. Such a
@@ -110,7 +112,7 @@ class Seen:
 
     Attributes:
         what: the work it drew.
-        order: checksum of the groups of all its collectives so far.
+        order: checksum of the groups of its collectives.
         worst: largest difference to the plain model.
         compared, skipped: tokens.
         engaged: whether its last step overlapped.
@@ -180,7 +182,7 @@ def one_sequence(draw: random.Random, generator: torch.Generator, tokens: int) -
 def packed(draw: random.Random, generator: torch.Generator, tokens: int) -> Iterator[Call]:
     """Several sequences in one row, told apart by their positions."""
     edges = sorted({0, tokens, *(draw.randrange(tokens) for _ in range(draw.choice([1, 2, 5])))})
-    lengths = [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+    lengths = [stop - start for start, stop in itertools.pairwise(edges)]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     yield Call(ids=_ids(generator, 1, tokens), positions=positions, cached=False)
 
@@ -204,12 +206,12 @@ KINDS: dict[str, Callable[[random.Random, torch.Generator, int], Iterator[Call]]
 }
 
 
-def hidden_of(model: Any, call: Call, cache: DynamicCache | None) -> Tensor:
+def hidden_of(model: Any, call: Call, cache: DynamicCache) -> Tensor:
     arguments: dict[str, Any] = {"position_ids": call.positions, "attention_mask": call.mask}
     given = {name: value for name, value in arguments.items() if value is not None}
     if call.cached:
-        given["past_key_values"] = cache
-    hidden: Tensor = model.model(call.ids, use_cache=call.cached, **given).last_hidden_state
+        given |= cache_argument(model, cache)
+    hidden: Tensor = model.model(call.ids, **{"use_cache": False, **given}).last_hidden_state
     return hidden
 
 
@@ -238,6 +240,7 @@ class Rank:
         """One case."""
         common, own = random.Random(seed), random.Random(1000 * seed + dist.get_rank())
         pair = common.choice(self.pairs)
+        pair.exchanges.clear()
         self.routing.skew = common.choice(SKEWS)
         what, calls = work(own)
         seen = Seen(what=what)
@@ -313,25 +316,11 @@ def check(seeds: list[int], timeout: float) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_first_hundred_cases() -> None:
+def test_a_hundred_shapes_on_four_ranks() -> None:
     given = os.environ.get(SEED_VARIABLE)
     check([int(given)] if given else list(range(100)), timeout=140)
 
 
 @pytest.mark.soak
-def test_a_thousand_more_cases() -> None:
+def test_a_thousand_shapes_on_four_ranks() -> None:
     check(list(range(1000, 2000)), timeout=7000)
-
-
-if __name__ == "__main__":
-    import sys, time
-    seeds = list(range(int(sys.argv[1]), int(sys.argv[2])))
-    t = time.time()
-    rs = run_ranks(4, play_all, seeds, timeout=500)
-    print("time", time.time() - t)
-    for r in rs:
-        if r.value is None or r.exit_code: print(r.rank, r.exit_code, r.trace[-1500:], r.output[-1500:])
-    v = [r.value or [] for r in rs]
-    print("\n".join(complaints(seeds, v))[:6000])
-    al = [s for c in v for s in c]
-    print(max(s.worst for s in al), sum(s.compared for s in al), sum(s.skipped for s in al), sum(s.engaged for s in al), len(al))

@@ -26,6 +26,7 @@ from tbo import InjectFault, Instrument
 from tbo.errors import PeerError
 from tbo.wrapping.handle import Handle
 from tiny_models import build, token_batch
+from wrapped_models import cache_argument
 from wrapped_ranks import each, on_every_rank
 
 BOUND = 10.0
@@ -169,8 +170,7 @@ def fail(fault: Fault, model: Any) -> Told:
             output = model(ids, attention_mask=mask, use_cache=True)
             bomb.armed = True
             cache = getattr(output, "cache", None) or output.past_key_values
-            name = "cache" if getattr(output, "cache", None) is not None else "past_key_values"
-            return told_by(handle, lambda: model(ids[:, -1:], **{name: cache}))
+            return told_by(handle, lambda: model(ids[:, -1:], **cache_argument(model, cache)))
         bomb.armed = True
         return told_by(handle, lambda: model(ids, output_hidden_states=fault.during == "layer by layer"))
     finally:

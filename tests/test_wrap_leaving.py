@@ -21,6 +21,7 @@ from tbo import Phase
 from tbo.wrapping.handle import Handle
 from tbo.wrapping.report import Mode
 from tiny_models import VOCABULARY, build, token_batch
+from wrapped_models import cache_argument
 from wrapped_ranks import each, on_every_rank
 
 RANKS = 3
@@ -71,8 +72,8 @@ class Twins:
                 if model is self.model:
                     phases.append(self._last_phase())
                 mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-                name = "cache" if getattr(output, "cache", None) is not None else "past_key_values"
-                output = model(tokens[-1], attention_mask=mask, **{name: getattr(output, name)})
+                cache = getattr(output, "cache", None) or output.past_key_values
+                output = model(tokens[-1], attention_mask=mask, **cache_argument(model, cache))
                 tokens.append(output.logits[:, -1:].argmax(-1))
             taken.append(torch.cat(tokens, dim=1))
         assert taken[0].tolist() == taken[1].tolist()

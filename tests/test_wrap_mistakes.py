@@ -275,6 +275,7 @@ def test_a_mistake_of_one_rank_is_told_to_the_other(name: str) -> None:
     assert (peer.kind, peer.rank) == ("PeerError", 1)
     assert peer.message.startswith("rank 1 failed: ")
     assert words in peer.message
+    assert ".." not in peer.message
     assert max(peer.seconds, culprit.seconds) < BOUND
 
 

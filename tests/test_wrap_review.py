@@ -1,4 +1,4 @@
-"""What a review by hand found: a model changed after wrapping, steps that end early, ranks that leave without a word."""
+"""What a review by hand found: a model changed after wrapping, steps that end early, ranks that leave unannounced."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tbo.errors import PlanError
 OrderName = Literal["interleaved", "sequential"]
 
 
-def compile_plan(
+def compile_plan(  # noqa: PLR0913 - the public signature; all but the ops have a name at the call
     layers_ops: Sequence[Sequence[Any]],
     *,
     inputs: Iterable[str],
@@ -48,7 +48,7 @@ def compile_plan(
         offset: how many stages each sub-batch starts after the one before it, or one offset for each sub-batch.
         order: "interleaved", or "sequential" to run one sub-batch after another: the oracle, and the first thing to
             try when looking for a fault.
-        first_layer: number of the first of these layers in the model, so that messages and instruments name the model's.
+        first_layer: number of the first of these layers in the model, for messages and instruments.
 
     Raises:
         PlanError: names the op, stage, layer and (where it matters) sub-batch at fault, and what to change.

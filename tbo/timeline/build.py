@@ -178,5 +178,7 @@ def _by_group(
 
 def _multiprocessors(header: Mapping[str, Any]) -> int:
     devices = header.get("deviceProperties")
-    sizes = [device.get("numSms") for device in devices if isinstance(device, dict)] if isinstance(devices, list) else []
+    sizes = (
+        [device.get("numSms") for device in devices if isinstance(device, dict)] if isinstance(devices, list) else []
+    )
     return min((size for size in sizes if isinstance(size, int)), default=0)

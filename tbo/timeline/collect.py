@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -76,9 +76,18 @@ class Collector:
     own_lanes: list[Event] = field(default_factory=list)
     skipped: int = 0
     count: int = 0
-    categories: Counter[str] = field(default_factory=Counter)
     _devices: dict[object, Device] = field(default_factory=dict)
     _streams: dict[tuple[object, object], Stream] = field(default_factory=dict)
+    _handlers: dict[str, Callable[[Event], None]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._handlers = {
+            **dict.fromkeys(KERNEL_CATEGORIES, self._take_device),
+            **dict.fromkeys(MEMORY_CATEGORIES, self._take_memory),
+            **dict.fromkeys(LAUNCH_CATEGORIES, self._take_launch),
+            "user_annotation": self._take_host_range,
+            "gpu_user_annotation": self._take_device_range,
+        }
 
     def take(self, event: Event) -> None:
         """Keeps what a timeline needs of one event.
@@ -91,17 +100,17 @@ class Collector:
         if phase == "X":
             handler = self._handler(event.get("cat"))
             if handler is not None:
-                handler(self, event)
+                handler(event)
         elif phase == "M" and "tbo" in _arguments(event):
             self.own_lanes.append(event)
         elif phase == "s" and event.get("cat") == OWN_PREFIX + "edge":
             self.own_edges.append(event)
 
-    def _handler(self, category: object) -> Callable[[Collector, Event], None] | None:
+    def _handler(self, category: object) -> Callable[[Event], None] | None:
         if not isinstance(category, str):
             return None
-        handler = _HANDLERS.get(category)
-        return Collector._take_own if handler is None and category.startswith(OWN_PREFIX) else handler
+        handler = self._handlers.get(category)
+        return self._take_own if handler is None and category.startswith(OWN_PREFIX) else handler
 
     def _take_device(self, event: Event, *, is_memory: bool = False) -> None:
         start, duration = self._times(event)
@@ -178,15 +187,6 @@ class Collector:
             name = f"stream {thread}" if thread.isdecimal() else thread
             known = self._streams[key] = (self._device(key[0]), name)
         return known
-
-
-_HANDLERS: Final[dict[str, Callable[[Collector, Event], None]]] = {
-    **dict.fromkeys(KERNEL_CATEGORIES, Collector._take_device),
-    **dict.fromkeys(MEMORY_CATEGORIES, Collector._take_memory),
-    **dict.fromkeys(LAUNCH_CATEGORIES, Collector._take_launch),
-    "user_annotation": Collector._take_host_range,
-    "gpu_user_annotation": Collector._take_device_range,
-}
 
 
 def natural_key(text: str) -> tuple[tuple[int, str], ...]:

@@ -36,7 +36,10 @@ def restore(collected: Collector, header: Mapping[str, Any], base_ns: int) -> Ti
 
 def _restore(collected: Collector, header: Mapping[str, Any], base_ns: int) -> Timeline:
     numbered = sorted(
-        ((event["args"]["tbo"]["index"], _span(start, end, event, base_ns)) for start, end, event in collected.own_spans),
+        (
+            (event["args"]["tbo"]["index"], _span(start, end, event, base_ns))
+            for start, end, event in collected.own_spans
+        ),
         key=lambda pair: cast("int", pair[0]),
     )
     lanes = [_lane(event) for event in collected.own_lanes]
@@ -50,7 +53,9 @@ def _restore(collected: Collector, header: Mapping[str, Any], base_ns: int) -> T
     )
     return replace(
         timeline,
-        edges=tuple(Edge(before=e["args"]["tbo"]["before"], after=e["args"]["tbo"]["after"]) for e in collected.own_edges),
+        edges=tuple(
+            Edge(before=e["args"]["tbo"]["before"], after=e["args"]["tbo"]["after"]) for e in collected.own_edges
+        ),
         rule_counts=dict(about.get("rule_counts", {})),
         unclassified=tuple((name, count) for name, count in about.get("unclassified", ())),
         shifts={int(rank): (shift, doubt) for rank, (shift, doubt) in about.get("shifts", {}).items()},

@@ -12,19 +12,19 @@ from tbo.timeline.span import Kind
 
 _SCOPE = r"(?:::|(?<=[a-z])\d+)"
 _WORD = r"(?<![A-Za-z_])"
+_DEEPEP_V1 = rf"(?:internode_ll|internode|intranode){_SCOPE}"
 
 TABLE: Final[tuple[tuple[str, Kind, str], ...]] = (
     # DeepEP, Buffer: also in forks that keep its namespaces (DeepSeek's own `dpsk::ep::internode`, UCCL).
     (
         "DeepEP V1 notify",
         Kind.NOTIFY,
-        rf"(?:internode_ll|internode|intranode){_SCOPE}"
-        r"(?:notify_dispatch|cached_notify\w*|barrier|clean_low_latency_buffer)",
+        rf"{_DEEPEP_V1}(?:notify_dispatch|cached_notify\w*|barrier|clean_low_latency_buffer)",
     ),
     (
         "DeepEP V1 transfer",
         Kind.TRANSFER,
-        rf"(?:internode_ll|internode|intranode){_SCOPE}(?:dispatch|combine)(?![a-z_])",
+        rf"{_DEEPEP_V1}(?:dispatch|combine)(?![a-z_])",
     ),
     # DeepEP, ElasticBuffer and EPBuffer. An epilogue copies out of the buffer, and is a cost of the exchange.
     ("DeepEP V2 notify", Kind.NOTIFY, rf"(?:deep_ep|elastic).*{_WORD}barrier_impl|^(?:void )?barrier_impl"),

@@ -99,7 +99,8 @@ class Timeline:
         rule_counts: how many events each classification rule took, for loaded timelines.
         unclassified: names no rule took, with how often they ran on lanes beside the busiest one, most frequent first.
         notes: what a reader should know, one sentence each (such as "the link is modelled").
-        shifts: nanoseconds by which each rank's clock was moved, with the uncertainty, where ranks were merged.
+        shifts: nanoseconds by which each rank's clock was moved, with the uncertainty (None: not known), where ranks
+            were merged.
     """
 
     spans: tuple[Span, ...]
@@ -110,7 +111,7 @@ class Timeline:
     rule_counts: Mapping[str, int] = field(default_factory=dict)
     unclassified: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
-    shifts: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    shifts: Mapping[int, tuple[int, int | None]] = field(default_factory=dict)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

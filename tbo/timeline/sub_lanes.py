@@ -1,4 +1,4 @@
-"""Sub-lanes: viewers drop an event that overlaps another of its row without lying inside it, so it gets a row of its own.
+"""Sub-lanes: a row of its own for what viewers would drop, an event that overlaps another without lying inside it.
 
 Kernels of one stream do overlap (programmatic dependent launch, rounded times), and so do transfers in flight.
 """

@@ -133,10 +133,7 @@ def refuse_changed(decoder: Decoder, layers: Sequence[HuggingFaceLayer]) -> None
         raise WrapError("the model's list of layers was changed after it was wrapped", remedy=_WRAP_LAST)
     for index, layer in enumerate(layers):
         for name, module in _bypassed(layer):
-            if name == "attention":
-                same = module is layer.attention.module
-            else:
-                same = type(module) is layer.block_class
+            same = module is layer.attention.module if name == "attention" else type(module) is layer.block_class
             if not same or "forward" in vars(module):
                 raise WrapError(
                     f"layer {index}: {name} ({type(module).__name__}) was exchanged, or given another forward, after"

@@ -66,7 +66,7 @@ class StepRunner:
         progress: the place in the running plan, which the heartbeat reports.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - put together in one place, by name
         self,
         *,
         decoder: Decoder,
@@ -149,8 +149,8 @@ class StepRunner:
         early = guards.stops_early(self._decoder, self.layers)
         if early and self._peers is not None:
             raise WrapError(
-                f"the model would call {self._decoder.config.num_hidden_layers} of its {len(self.layers)} layers, but a step"
-                " of several ranks ends with the last one",
+                f"the model would call {self._decoder.config.num_hidden_layers} of its {len(self.layers)} layers, but a"
+                " step of several ranks ends with the last one",
                 remedy="Generate without assistant_early_exit, and leave config.num_hidden_layers as it was.",
             )
         guards.refuse_silent_hooks(self.layers)

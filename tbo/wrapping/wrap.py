@@ -79,8 +79,7 @@ def wrap(  # noqa: PLR0913 - the fixed public signature
 
     Raises:
         WrapError, UnsupportedModelError, DispatcherError, PlanError: a mistake, by name, with what to do.
-        RanksDisagreeError: the ranks wrap different models or options.
-        PeerError: another rank failed while wrapping.
+        RanksDisagreeError, PeerError: ranks wrap different models or options; another rank failed while wrapping.
     """
     with _telling_the_group(ep_group):
         check_options(
