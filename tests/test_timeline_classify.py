@@ -70,7 +70,10 @@ def test_a_project_without_rules_changes_nothing(tmp_path: Path) -> None:
         ('[[rules]]\npattern = ""\nkind = "transfer"', "rule 1 of .* has an empty pattern"),
         ('[[rules]]\npattern = "a"\nkind = "host"', "rule 1 of .* has the unknown kind 'host'. Kinds are compute"),
         ('[[rules]]\npattern = "a"', "rule 1 of .* has no kind"),
-        ('[[rules]]\npattern = "a"\nkind = "notify"\nstream = "7"', "has the unknown field stream. Fields are kind, lane"),
+        (
+            '[[rules]]\npattern = "a"\nkind = "notify"\nstream = "7"',
+            "has the unknown field stream. Fields are kind, lane",
+        ),
         ('[[rules]]\npattern = 7\nkind = "notify"', "rule 1 of .* is no table of texts"),
         ("rules = 7", "`rules` in .* is no list"),
         ("[tool]", "holds no rules"),
@@ -84,7 +87,9 @@ def test_rules_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> N
         read_rules(file)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "holds no object"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not JSON"), ("[]", "holds no object"), (None, "cannot be read")]
+)
 def test_files_that_hold_no_rules(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "rules.json"
     if text is not None:

@@ -237,7 +237,9 @@ def test_acceptance_3_names_of_nccl_leave_the_ratio_unchanged(tmp_path: Path, li
     assert (other.exposed_ns, other.idle_ns, other.window_ns) == (plain.exposed_ns, plain.idle_ns, plain.window_ns)
 
 
-@pytest.mark.parametrize("name", ["deep_ep::layout::get_dispatch_layout<8>(int*)", "my::dispatch_table", "ln_fwd_kernel"])
+@pytest.mark.parametrize(
+    "name", ["deep_ep::layout::get_dispatch_layout<8>(int*)", "my::dispatch_table", "ln_fwd_kernel"]
+)
 def test_what_only_sounds_like_communication_is_computation(tmp_path: Path, name: str) -> None:
     timeline = load(write_trace(tmp_path / "t.json", [kernel(name, 0, 1), kernel(DISPATCH, 0, 1)]))
     assert [each.kind for each in timeline.spans] == [Kind.COMPUTE, Kind.TRANSFER]
@@ -247,7 +249,7 @@ def test_what_only_sounds_like_communication_is_computation(tmp_path: Path, name
 def test_acceptance_3_an_unknown_communication_kernel(tmp_path: Path, command: tuple[str, ...]) -> None:
     names = dict.fromkeys((NOTIFY, DISPATCH, COMBINE), "void secret::exchange<8>(int)")
     path = write_trace(tmp_path / "unknown.json", renamed(twelve_spans(), names))
-    with pytest.raises(NoCommunicationError, match="no communication found in unknown.json") as caught:
+    with pytest.raises(NoCommunicationError, match=r"no communication found in unknown\.json") as caught:
         run_command(command[0], path, *command[1:])
     assert "secret::exchange (5 times)" in str(caught.value)
     assert "--classify" in caught.value.remedy

@@ -6,6 +6,7 @@ import argparse
 import gzip
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def annotation(name: str, ts: float, dur: float, tid: int = 1166) -> Event:
 
 
 def twelve_spans() -> list[Event]:
-    """Touching, nested, identical and zero-length spans; in microseconds:
+    """Touching, nested, identical and zero-length spans, worked out in microseconds.
 
     C = [0, 20) [30, 40) [60, 70): 40        M = [5, 25) [35, 55): 40        window [0, 80)
     overlapped [5, 20) [35, 40): 20          exposed [20, 25) [40, 55): 20   compute only 20, idle 20
@@ -72,7 +73,7 @@ def shifted(events: list[Event], microseconds: float) -> list[Event]:
     return [{**event, "ts": event["ts"] + microseconds} for event in events]
 
 
-def renamed(events: list[Event], names: dict[str, str]) -> list[Event]:
+def renamed(events: list[Event], names: Mapping[Any, str]) -> list[Event]:
     return [{**event, "name": names.get(event["name"], event["name"])} for event in events]
 
 
@@ -83,9 +84,7 @@ def write_trace(path: Path, events: list[Event], *, bare: bool = False, **header
     return path
 
 
-def span(
-    kind: Kind, start_us: int, end_us: int, *, op: str = "op", lane: str = "", rank: int = 0, **more: Any
-) -> Span:
+def span(kind: Kind, start_us: int, end_us: int, *, op: str = "op", lane: str = "", rank: int = 0, **more: Any) -> Span:
     """A span in microseconds, on a lane named after its kind."""
     return Span(
         op=op, lane=lane or kind.value, kind=kind, start_ns=1000 * start_us, end_ns=1000 * end_us, rank=rank, **more
