@@ -35,7 +35,7 @@ SUMMARIES = {
     "gaps": "the longest stretches of exposed communication and idleness, and why",
     "diff": "what changed between two runs, op by op",
     "check": "fail where a trace does not keep its limits, for continuous integration",
-    "export": "write a timeline for Perfetto, a browser or a document; merge ranks",
+    "export": "write a timeline for Perfetto or a browser; merge ranks",
 }
 
 

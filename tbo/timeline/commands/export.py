@@ -1,9 +1,8 @@
-"""`tbo timeline export`: a timeline as a file for a viewer, a page or a document."""
+"""`tbo timeline export`: a timeline as a file for a viewer."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,11 @@ from tbo.timeline.pftrace import write_pftrace
 from tbo.timeline.span import Timeline
 
 NAME = "export"
-SUMMARY = "write a timeline for Perfetto, a browser or a document; merge ranks"
+SUMMARY = "write a timeline for Perfetto or a browser; merge ranks"
 DESCRIPTION = """\
-Writes a trace's timeline as Chrome or Perfetto JSON (.json, .json.gz), Perfetto's own format (.pftrace), a picture
-(.svg) or a page that needs no network (.html). --merge puts traces of several ranks on one clock. Exit code: 0; 2 if a
-file cannot be read or written, or ranks cannot be aligned.
+Writes a trace's timeline as Chrome or Perfetto JSON (.json, .json.gz) or Perfetto's own format (.pftrace).
+--merge puts traces of several ranks on one clock. Exit code: 0; 2 if a file cannot be read or written, or ranks cannot
+be aligned.
 """
 
 ALIGNMENTS: Final = ("auto", "barrier", "clock")
@@ -72,23 +71,6 @@ def _writer(output: Path) -> Callable[[Timeline, Path], None]:
     raise ExportError(f"{output} has no known ending", remedy=f"Known are {', '.join(ENDINGS)}.")
 
 
-def _write_picture(timeline: Timeline, path: Path) -> None:
-    _write_text(path, importlib.import_module("tbo.timeline.svg").to_svg(timeline))
-
-
-def _write_page(timeline: Timeline, path: Path) -> None:
-    _write_text(path, importlib.import_module("tbo.timeline.html").to_html(timeline))
-
-
-def _write_text(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ExportError(
-            f"{path} cannot be written: {error.strerror or error}", remedy="Name a file in an existing folder."
-        ) from error
-
-
 def _same_file(left: Path, right: Path) -> bool:
     return left.resolve() == right.resolve()
 
@@ -97,6 +79,4 @@ ENDINGS: Final[dict[str, Callable[[Timeline, Path], None]]] = {
     ".json": write_chrome,
     ".json.gz": write_chrome,
     ".pftrace": write_pftrace,
-    ".svg": _write_picture,
-    ".html": _write_page,
 }
