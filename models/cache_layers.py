@@ -236,9 +236,12 @@ class StaticRows(StaticLayer):
         return states[:1].expand(self._batch_size, *states.shape[1:])
 
     def _adopt(self, *, lengths: Sequence[str]) -> None:
-        """Takes what the layer allocated; counters that already ran in this step stay."""
+        """Takes what the layer allocated; counters that already ran in this step stay.
+
+        Since transformers 5.24 a counter may be allocated with its buffer: then there is none yet that could have run.
+        """
         for name, value in vars(self._layer).items():
-            if name in STATIC_LENGTHS and name not in lengths:
+            if name in STATIC_LENGTHS and name not in lengths and vars(self).get(name) is not None:
                 continue
             setattr(self, name, self._mine(value))
 
